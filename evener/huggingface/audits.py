@@ -1,4 +1,4 @@
-"""Audits of a Trainer: compare gradients computed at once and by shares.
+"""Audits of a Trainer: check that training by shares gives the gradients of the whole batch.
 
 An audit computes the gradient of a few rows in one pass and by shares, with the trainer's own
 `compute_loss`. The rows of each share are collated separately. Their losses are weighted as in a
@@ -44,7 +44,7 @@ _OURS = "evener."
 
 
 class TrainerAudit:
-    """Checks gradients after chosen steps of a Trainer."""
+    """Checks, after some steps of a Trainer, that shares don't change the gradients."""
 
     def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
         self._trainer = trainer
@@ -56,7 +56,7 @@ class TrainerAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, numbers: Sequence[int], loss: TrainerLoss) -> None:
-        """Check the gradients of a few of the step's rows, if a check is due.
+        """Check the gradients of a few of the step's rows, if an audit is due.
 
         Call it after the backward pass and before the optimizer's step. `numbers` are the row
         indices of the global batch. Raises RequestError if the gradients differ.
@@ -74,14 +74,17 @@ class TrainerAudit:
 
 
 class TrainerComputations:
-    """Computes a Trainer's loss for a few rows: at once, or in equal or unequal parts."""
+    """Computes a Trainer's loss for a few rows in different ways:
+
+    at once, or divided into parts.
+    """
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
         self._trainer = trainer
         self._gathering = gathering
 
     def sketcher(self) -> GradientSketcher:
-        """Return a sketcher that computes gradients without side effects on the Trainer."""
+        """Return an object that computes gradients of these losses without changing the Trainer."""
         trainer = self._trainer
         apart = {id(trainer.train_dataset), id(trainer.eval_dataset), id(trainer)}
         held = [each for each in vars(trainer).values() if id(each) not in apart]
@@ -100,10 +103,11 @@ class TrainerComputations:
         return sketcher
 
     def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Computations:
-        """Return the computations whose gradients have to agree, with variants to find a cause.
+        """Return two computations of a few rows that have to give the same gradient.
 
-        The reference computes all rows at once. With `follows_launcher`, it is the mean over equal
-        parts, as by the program's own launcher.
+        One divides the rows by shares, as the training does. The other, the reference, computes all
+        rows at once. With `follows_launcher`, the reference is the mean over equal parts, as by the
+        program's own launcher. Variants help to find the cause of a difference.
         """
         micro = FEW if max(self._trainer._shares.passes) > 1 else 0
         excess = follows_launcher and self._trainer.excess > 1
@@ -122,7 +126,8 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of all rows in one batch.
 
-        The Trainer sees `times` as many items, and `world` processes.
+        The Trainer is made to see `times` as many items (`num_items_in_batch`), and `world`
+        processes.
         """
         items = self.count_items([few.whole])
         return [
@@ -137,11 +142,11 @@ class TrainerComputations:
         micro: int = 0,
         excess: bool = False,
     ) -> Computation:
-        """Return the computation of parts whose losses are weighted by their rows or labels.
+        """Return the computation of a batch's parts, with losses weighted by rows or labels.
 
-        `sizes` are the parts' row counts. `micro` is the largest pass in rows; 0 doesn't cut the
-        parts. If transformers multiplies the loss by the number of processes, that is undone unless
-        `excess` is set.
+        `sizes` are the parts' row counts. `micro` is the row count of the largest pass; 0 doesn't
+        divide the parts into passes. If transformers multiplies the loss by the number of
+        processes, that is undone unless `excess` is set.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):
@@ -157,7 +162,7 @@ class TrainerComputations:
         ]
 
     def _by_launcher(self, few: FewRows) -> Computation:
-        """Return the computation of equal parts, as by the program's own launcher."""
+        """Return the computation of equal parts whose losses are averaged, as DDP does."""
         items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:
             own = [self.count_items([each]) for each in few.even]
@@ -170,14 +175,14 @@ class TrainerComputations:
         ]
 
     def count_items(self, batches: Sequence[Any]) -> Any:
-        """Return `num_items_in_batch` for the batches, or None if the trainer doesn't count."""
+        """Return the Trainer's `num_items_in_batch` for some batches; None if it doesn't count."""
         # The trainer divides its loss by this number.
         trainer = self._trainer
         with pretend_processes(trainer.accelerator, 1):
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes the loss and refuses collectives."""
+        """Return a function that computes a batch's loss, and raises an error for collectives."""
         # The trainer sees `world` processes during the computation.
         # `items` is the number that is passed to the loss; None if the trainer counts none
         return refuse_collectives(partial(self._compute, batch, items, world))
@@ -191,7 +196,7 @@ class TrainerComputations:
 
 
 def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
-    """Return the weight of each part's loss, by items, rows or labels."""
+    """Return the weight of each part's loss in the mean over all parts."""
     # a part is a batch with its number of rows
     if loss.mean_over == ITEMS:
         return [1.0] * len(parts)
@@ -217,7 +222,7 @@ def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
 
 
 def _find_own_loss(kind: type) -> Any:
-    """Return the `compute_loss` that the user's class defines or inherits."""
+    """Return the `compute_loss` of the user's class or its base class, without evener's wrapper."""
     for each in kind.__mro__:
         if "compute_loss" in vars(each) and not each.__module__.startswith(_OURS):
             return vars(each)["compute_loss"]

@@ -1,4 +1,4 @@
-"""`Accelerator.gather` for ranks with different row counts and passes."""
+"""A replacement of `Accelerator.gather` for ranks with different numbers of rows and passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..torch.rows.structure import each_tensor
 
 @contextmanager
 def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
-    """Context manager in which accelerate and PyTorch report `number` processes."""
+    """Context manager that makes accelerate and PyTorch report `number` processes."""
     states = [accelerator.state.__dict__, vars(PartialState())]
     before, asked = [state["num_processes"] for state in states], dist.get_world_size
     try:
@@ -35,7 +35,7 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 
 
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """Scalars gathered from all ranks and passes, whose `mean` is weighted by rows."""
+    """Scalars gathered from all ranks and passes; their `mean` is weighted by the passes' rows."""
 
     # `sums` has the value of each pass. If memory ran out and a pass was computed in pieces, `sums`
     # has the sum of the pieces' values.
@@ -58,14 +58,17 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Return plain tensors from all other functions."""
+        """Let all other functions treat the values as a plain tensor, and return plain tensors."""
         # So the results aren't PassValues.
         with plain_tensors():
             return function(*args, **(kwargs or {}))
 
 
 class _Piece(NamedTuple):
-    """The part of a batch being computed, in rows."""
+    """The rows now being computed:
+
+    a gradient-accumulation pass, or a piece of one after a retry.
+    """
 
     rows: int
     full_batch: int
@@ -73,7 +76,7 @@ class _Piece(NamedTuple):
 
 
 class Gathering:
-    """Replaces `accelerator.gather` during training by one that handles unequal shares.
+    """Replaces `accelerator.gather` during training, because ranks have unequal shares.
 
     Each pass gathers the values of the batch so far: tensors are concatenated along their rows, and
     scalars become `PassValues`.
@@ -95,17 +98,17 @@ class Gathering:
         accelerator.gather = self.gather
 
     def begin_batch(self) -> None:
-        """Forget the values of the previous batch."""
+        """Forget the values gathered in the previous batch."""
         self._earlier = []
         self.end_pass()
 
     def end_pass(self) -> None:
-        """Forget the values of the pass's pieces."""
+        """Forget the values of a pass's pieces, because the pass is complete."""
         self._pieces, self._gathered_calls = [], []
 
     @contextmanager
     def local(self, shift: float = 0.0) -> Iterator[None]:
-        """Context manager in which `gather` returns this rank's values, plus `shift`."""
+        """Context manager in which `gather` returns only this rank's values, with `shift` added."""
         before, self._local, self._shift = (self._local, self._shift), True, shift
         try:
             yield
@@ -116,10 +119,10 @@ class Gathering:
     def computing(
         self, rows: int, full_batch: int = 0, is_last_piece: bool = True
     ) -> Iterator[None]:
-        """Context manager for computing one pass of `rows` rows, or a piece of it.
+        """Context manager around the computation of a pass of `rows` rows, or of a piece of it.
 
         In an evaluation, `full_batch` is the batch size: tensors of this length are cut to `rows`.
-        Only the last piece of a pass exchanges values.
+        Only the last piece of a pass exchanges values with other ranks.
         """
         outer, self._piece = self._piece, _Piece(rows, full_batch, is_last_piece)
         self._call = 0
@@ -129,7 +132,7 @@ class Gathering:
             self._piece = outer
 
     def save(self) -> Callable[[], None]:
-        """Return a function that restores the gathered values as they are now."""
+        """Return a function that restores the gathered values, so that a pass can be repeated."""
         # Values that other ranks have sent in this pass are kept, because they won't be sent again.
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
@@ -167,7 +170,10 @@ class Gathering:
         return self._join_earlier_passes(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, piece: _Piece) -> Any:
-        """Gather one value of a piece, or return it if this pass has gathered it before."""
+        """Gather a value from all ranks, or return it if this pass has already gathered it.
+
+        `call` is how often the pass has called `gather` before.
+        """
         # `call` is the number of earlier gather calls in the pass or piece.
         if call < len(self._gathered_calls):
             # the pass is repeated, and the other ranks' values were already gathered
@@ -178,7 +184,7 @@ class Gathering:
         return self._gather_pieces(self._pieces[call], piece.is_last)
 
     def _join_earlier_passes(self, call: int, gathered: Any, is_scalar: bool) -> Any:
-        """Concatenate the value with the values from earlier passes of the batch."""
+        """Concatenate a gathered value with the values from the batch's earlier passes."""
         if call == len(self._earlier):
             self._earlier.append([])
         every = self._earlier[call]
@@ -196,7 +202,10 @@ class Gathering:
         return _weighted(joined, sums, rows)
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]], is_last: bool) -> Any:
-        """Gather a value of all pieces of a pass; before the last piece, only this rank's."""
+        """Gather a value of all pieces of a pass from all ranks.
+
+        Before the last piece, return only this rank's value.
+        """
         gather = self._gather if is_last else lambda own: own
         values = [value for value, _ in pieces]
         if values[0].ndim:
@@ -224,7 +233,7 @@ class Gathering:
 def _gather_scalar(
     values: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """Gather a scalar from each rank with its row count."""
+    """Gather one scalar and its row count from each rank."""
     # `values` and `rows` have one entry for each piece of this rank's pass.
     own = torch.stack(values).double()
     count = own.new_tensor(rows)
@@ -259,7 +268,7 @@ def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering
 
 
 def make_undivided(trainer: Any, make: Callable[[], Any]) -> Any:
-    """Call `make` and return its loader before accelerate divides it among ranks."""
+    """Call `make`, and return the data loader as it is before accelerate divides it among ranks."""
     with replaced(trainer.accelerator, "prepare", lambda loader: loader):
         return make()
 

@@ -1,4 +1,4 @@
-"""What a Trainer's loss is averaged over: rows, labels, or items of the whole batch."""
+"""Describes what a Trainer's loss is a mean over: rows, labels, or items of the whole batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEMS, ROWS = "num_items_in_batch", "rows"
 
 
 class TrainerLoss(msgspec.Struct, frozen=True):
-    """What the loss is averaged over, and the number that it is multiplied by.
+    """What a Trainer's loss is a mean over, and the factor by which the Trainer multiplies it.
 
     `mean_over` is "rows", "num_items_in_batch", "labels" or "shifted labels". `certain` is False if
     several of these fit.
@@ -26,7 +26,7 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
     @property
     def excess(self) -> int:
-        """Factor by which the program's own launcher makes the loss too large."""
+        """Factor by which the loss is too large without a plan, under an ordinary launcher."""
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
@@ -34,9 +34,9 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
-        """Return the weight of a piece's loss in its pass.
+        """Return the weight of a piece's loss in the loss of its pass.
 
-        `own` and `rows` are the row counts of the piece and of the pass.
+        `whole` is the pass with `rows` rows, and `piece` is a piece of it with `own` rows.
         """
         # a sum over items has been divided by the items of all passes
         if own == rows or self.mean_over == ITEMS:
@@ -47,18 +47,21 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
 
 def silent(trainer: Any) -> Any:
-    """Context manager in which the Trainer logs nothing."""
+    """Context manager in which the Trainer's `log` does nothing."""
     return replaced(trainer, "log", lambda *_, **__: None)
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:
-    """Return the loss that the Trainer's settings suggest, without computing it."""
+    """Return what the loss is a mean over according to the Trainer's settings, without a check.
+
+    `world` is the number of ranks.
+    """
     scaled = is_scaled(trainer)
     return TrainerLoss(ITEMS if scaled else ROWS, world if scaled else 1)
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """Return whether the Trainer takes its loss as divided by `num_items_in_batch` already.
+    """Return whether the Trainer expects a loss that is already divided by `num_items_in_batch`.
 
     `items` is this number, or None if the Trainer couldn't count.
     """
@@ -70,9 +73,10 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 
 
 def count_labels(batch: Any) -> dict[str, float]:
-    """Return the counts of labels that aren't ignored, as "labels" and "shifted labels".
+    """Count the labels that aren't ignored: all of them, and those left after a shift by one.
 
-    The dict is empty if the batch has no integer labels.
+    The keys are "labels" and "shifted labels". The dict is empty if the batch has no integer
+    labels.
     """
     labels, shifted = _labels(batch)
     if labels is None:
@@ -91,7 +95,7 @@ def has_ignored(batch: Any) -> bool:
 
 
 def has_uneven_labels(batch: Any) -> bool:
-    """Return whether rows differ in their number of labels."""
+    """Return whether some rows have more labels than others, ignored ones left out."""
     labels, _ = _labels(batch)
     if labels is None:
         return False
@@ -100,7 +104,7 @@ def has_uneven_labels(batch: Any) -> bool:
 
 
 def _labels(batch: Any) -> tuple[Any, bool]:
-    """Return the label tensor, or None, and whether labels are shifted already."""
+    """Return the batch's labels, or None, and whether the batch has already shifted them by one."""
     shifted = hasattr(batch, "get") and "shift_labels" in batch
     labels = batch.get("shift_labels" if shifted else "labels") if hasattr(batch, "get") else None
     found = isinstance(labels, torch.Tensor) and labels.ndim and not labels.is_floating_point()

@@ -1,4 +1,4 @@
-"""Determine what a Trainer's loss is a mean over, before the first step.
+"""Finds out what a Trainer's loss is a mean over, before the first training step.
 
 A model's signature doesn't tell: many models accept `num_items_in_batch` but compute a mean of
 their own. Therefore a few rows are computed together and in parts. Then their gradients are
@@ -73,7 +73,7 @@ def find_loss(
     ignores: bool,
     in_parts: bool = False,
 ) -> TrainerLoss:
-    """Return what the Trainer's loss is averaged over, found from a few rows.
+    """Compute a few rows in different ways, and return what the Trainer's loss is a mean over.
 
     Every rank has to call this. `make` fetches the rows, or returns None. If `ignores` is True, the
     loss accepts ignored labels. With `in_parts`, a single process checks whether it can split a
@@ -115,7 +115,7 @@ def find_loss(
 
 
 class LossFinder:
-    """Compares gradients of a few rows, at once and in parts, to find how the loss is averaged.
+    """Compares gradients of a few rows, at once and in parts, to find what a loss averages.
 
     `gathering_in_passes` is given if batches are split into passes.
     """
@@ -143,9 +143,9 @@ class LossFinder:
         self._difference: GradientDifference | None = None  # between the last compared losses
 
     def find(self) -> TrainerLoss | None:
-        """Return the loss, or None if it can't be compared.
+        """Return what the loss is a mean over, or None if its gradients can't be compared.
 
-        Raises RequestError if shares would change it.
+        Raises RequestError if training by shares would change the loss.
         """
         try:
             return self._find_by_losses_if_needed()
@@ -161,7 +161,7 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Find the loss by gradients, or by losses if reentrant checkpointing forbids that."""
+        """Compare gradients; where reentrant checkpointing forbids that, compare losses instead."""
         try:
             return self._find()
         except RuntimeError as error:
@@ -188,7 +188,10 @@ class LossFinder:
         return None
 
     def _find_multiplied(self, reference: Sketch) -> int:
-        """Return the factor by which the Trainer multiplies its loss for several processes."""
+        """Return the factor by which the Trainer multiplies its loss for several processes.
+
+        `reference` has the gradients of a single process.
+        """
         # 1 or the number of processes
         if self._world == 1 and self._gathering is None:
             return 1
@@ -210,9 +213,9 @@ class LossFinder:
         return self._world if own.size(largest) > half_way * reference.size(largest) else 1
 
     def _is_scaled(self, reference: Sketch) -> bool:
-        """Return whether the loss is divided by `num_items_in_batch`.
+        """Return whether the loss is divided by `num_items_in_batch`, by doubling this number.
 
-        Raises RequestError if only a part of it is.
+        Raises RequestError if only a part of the loss is.
         """
         if self._computations.count_items([self._few.whole]) is None:
             return False
@@ -229,7 +232,10 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the kinds of mean for which weighted parts give the gradient of all rows."""
+        """Return those of `names` that the loss can be a mean over, such as "rows" and "labels".
+
+        One fits if the parts' gradients, weighted accordingly, add up to the gradient of all rows.
+        """
         # If only losses can be compared, the name that fits best comes first.
         few = self._few
         fitting = []
@@ -253,12 +259,12 @@ class LossFinder:
         return fitting
 
     def _decide(self, own: bool) -> bool:
-        """Return the first rank's decision if the model is sharded, else this rank's."""
+        """Return the first rank's answer if the model is sharded, else this rank's own answer."""
         # The ranks of a sharded model have to compute the same passes.
         return bool(broadcast_message(own)) if self._in_step else own
 
     def _agree_within_rounding(self, reference: Sketch, other: Sketch) -> bool:
-        """Return whether two gradients are equal except for rounding."""
+        """Return whether the gradients or losses of two computations are equal up to rounding."""
         if self._sketcher.losses_only:
             return self._have_near_losses(reference, other)
         found = compare(reference, other)
@@ -275,7 +281,7 @@ class LossFinder:
         )
 
     def _have_near_losses(self, reference: Sketch, other: Sketch) -> bool:
-        """Return whether two losses are equal except for rounding."""
+        """Return whether the losses of two computations are equal up to rounding."""
         relative = _relate_losses(reference, other)
         self._difference = _difference_of_losses(reference, other, NEAR_LOSS)
         if self._decide(relative > GROSS):
@@ -290,7 +296,7 @@ class LossFinder:
         return self._decide(relative <= allowed)
 
     def _measure_rounding(self) -> None:
-        """Compute the reference again a few times."""
+        """Repeat the reference a few times with rounding errors, to see what these change."""
         # The results show the effect of rounding. They are kept for later comparisons, so only the
         # first call computes them.
         if not self._repeats:
@@ -300,7 +306,7 @@ class LossFinder:
             ]
 
     def _refuse(self, loss: TrainerLoss) -> None:
-        """Raise RequestError if an audit finds that shares change the gradient."""
+        """Raise RequestError if an audit confirms that training by shares changes the gradient."""
         # A difference that comes from random numbers alone is accepted.
         found = self._audit_shares(loss)
         if found is None:
@@ -310,7 +316,7 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Compare the gradient from unequal parts with the gradient from all rows at once."""
+        """Compare the gradient by unequal shares with that of all rows at once."""
         # Return the difference and its cause, or None. The difference is between the gradients or,
         # if these agree, between the losses.
         computations = self._computations.make(self._few, loss)
@@ -328,7 +334,7 @@ class LossFinder:
 
 
 def _relate_losses(one: Sketch, other: Sketch) -> float:
-    """Return the relative difference of two losses; inf if one isn't finite."""
+    """Return the difference of two losses, relative to the larger one; inf if one isn't finite."""
     size = max(abs(one.loss), abs(other.loss))
     if not math.isfinite(size):
         # one of them isn't finite
@@ -337,7 +343,7 @@ def _relate_losses(one: Sketch, other: Sketch) -> float:
 
 
 def _difference_of_losses(one: Sketch, other: Sketch, allowed: float) -> GradientDifference:
-    """Return the difference of two losses as a GradientDifference."""
+    """Return a GradientDifference that describes how two losses differ."""
     # `allowed` is the relative difference that rounding may cause.
     return GradientDifference(
         name=LOSS,
@@ -359,7 +365,7 @@ def _double(sketch: Sketch) -> Sketch:
 
 
 class _Finding(msgspec.Struct):
-    """Result of one rank: a loss, or an error's message and remedy."""
+    """What one rank has found: the loss, or an error's message and remedy."""
 
     found: TrainerLoss | None = None
     message: str = ""
@@ -369,7 +375,10 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
-    """Return the loss that the first rank found, on every rank."""
+    """Return on every rank what the first rank has found, or None if no rank found a loss.
+
+    An error on any rank is raised on every rank.
+    """
     # It is the lowest rank that finds a loss. A RequestError on any rank is raised on every rank.
     # In a sharded model (`in_shards`), running out of memory raises DeviceError on this rank.
     # Another error means that memory ran out, or that the program has an error, which its first
@@ -388,7 +397,7 @@ def _find_on_first_rank(
 def _find_or_return_error(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> _Finding:
-    """Return this rank's loss, or the error as a message."""
+    """Return what this rank has found, with an error as a message instead of an exception."""
     try:
         return _Finding(find())
     except RequestError as error:
@@ -408,7 +417,10 @@ def _find_or_return_error(
 
 
 def _mask_some_labels(few: FewRows) -> FewRows:
-    """Ignore most labels of some rows, so that means over rows and labels differ."""
+    """Mark most labels of some rows as ignored, if rows have about equally many labels.
+
+    Otherwise, a mean over rows and a mean over labels would be nearly equal.
+    """
     # With about equally many labels in all rows, a mean over rows nearly equals a mean over labels,
     # and the comparison couldn't tell which of them the loss is. So most labels of some rows are
     # ignored.
@@ -435,7 +447,7 @@ def _mask_some_labels(few: FewRows) -> FewRows:
 
 
 def _mask_rows(batch: Any, count: int) -> Any:
-    """Return a copy of the batch in which `count` rows keep a quarter of their labels."""
+    """Return a copy of the batch in which the first `count` rows keep a quarter of their labels."""
     same = copy.copy(batch)
     labels: torch.Tensor = same["labels"].clone()
     for row in range(count):

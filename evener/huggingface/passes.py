@@ -1,4 +1,4 @@
-"""Gradient-accumulation passes of a Trainer and the weights of their losses."""
+"""Runs a Trainer's gradient-accumulation passes, and weights their losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
 
 class PassWeights(NamedTuple):
-    """Weights of an optimizer step's passes."""
+    """The weights of all passes of an optimizer step, and the number of items."""
 
     weights: list[float]  # weight of each pass in the mean over its global batch
     items: Any  # num_items_in_batch of all ranks, or None
@@ -33,7 +33,7 @@ def weigh_passes(
     gathering: Gathering,
     device: torch.device,
 ) -> PassWeights:
-    """Return the weight of each pass's loss in its global batch.
+    """Return the weight of each gradient-accumulation pass in the loss of its global batch.
 
     `sizes` has the row counts of this rank's passes for each global batch, and `totals` the rows of
     each global batch. `items` is this rank's `num_items_in_batch`, or None. Ranks exchange their
@@ -61,14 +61,14 @@ def weigh_passes(
 
 
 def _weigh_by_rows(sizes: list[tuple[int, ...]], totals: list[int]) -> list[float]:
-    """Return each pass's rows divided by the rows of its global batch."""
+    """Return each pass's rows as a fraction of the rows of its global batch."""
     # A weight is the pass's weight in the mean over the rows of its global batch.
     pairs = zip(sizes, totals, strict=True)
     return [weight for step, total in pairs for weight in weigh_rows(step, total)]
 
 
 def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[float]:
-    """Return each pass's labels divided by the labels of its global batch."""
+    """Return each pass's labels as a fraction of the labels of its global batch."""
     # A weight is the pass's weight in the mean over the labels of its global batch.
     pairs = zip(counts, totals, strict=True)
     return [count / (total or 1.0) for step, total in pairs for count in step]
@@ -77,7 +77,7 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """Return the label counts of each global batch's passes."""
+    """Count the labels of each pass, as a list for each global batch."""
     # These are the labels over which the loss of a pass is averaged.
     counts = []
     first = 0
@@ -90,7 +90,7 @@ def _count_labels(
 
 
 def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
-    """Return the loss multiplied by `factor`; 0 instead of NaN or inf for a filler row."""
+    """Return the loss multiplied by `factor`; with a factor of 0, NaN and inf become 0."""
     if factor == 0.0 and not torch.isfinite(loss):
         return sum(
             (parameter * 0).sum() for parameter in model.parameters() if parameter.requires_grad
@@ -99,7 +99,7 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
 
 
 def count_tokens(trainer: Any, inputs: Any) -> int:
-    """Return the number of input tokens, without padding if the Trainer asks for that."""
+    """Count a batch's input tokens; padding is left out if the Trainer's settings say so."""
     name = getattr(trainer.model, "main_input_name", "input_ids")
     if name not in inputs:
         return 0
@@ -109,7 +109,7 @@ def count_tokens(trainer: Any, inputs: Any) -> int:
 
 
 class TrainerPasses:
-    """Runs the passes of each batch, in smaller pieces after running out of memory."""
+    """Runs the gradient-accumulation passes of a batch; if memory runs out, in smaller pieces."""
 
     def __init__(self, trainer: Any, planned: PlannedTraining, gathering: Gathering) -> None:
         self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
@@ -127,9 +127,10 @@ class TrainerPasses:
         loss: Callable[[], TrainerLoss],
         train: Callable[[Part, bool], Any],
     ) -> torch.Tensor:
-        """Train on the parts of one batch and return their summed loss.
+        """Compute the passes of one batch, forward and backward, and return their summed loss.
 
-        `train` computes one part; its second argument is True for the last one.
+        `parts` are the passes. `train` computes one of them; its second argument is True for the
+        last. `loss` returns what the loss is a mean over.
         """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.exchange_gradients(model)
@@ -158,22 +159,22 @@ class TrainerPasses:
         return total
 
     def no_sync(self) -> Any:
-        """Context manager that accumulates gradients without exchanging them."""
+        """Context manager that adds up gradients without an exchange between ranks."""
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
-        """Register a hook that runs when the backward pass of `loss` begins."""
+        """Watch for the start of the loss's backward pass, after which a pass can't be retried."""
         # such a backward pass can't be retried in pieces, because its gradients can't be undone
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """Replaces `accelerator.backward`."""
+        """Replacement of `accelerator.backward` that knows when a pass's gradients are computed."""
         self._passes.open()
         self._backward(loss, **options)
         self._passes.close()
 
     def _keep(self) -> Callable[[], None]:
-        """Return a function that restores the Trainer's attributes."""
+        """Return a function that restores the Trainer's attributes before a pass is retried."""
         trainer = self._trainer
         return keep_attributes(trainer, apart=(trainer.train_dataset, trainer.eval_dataset))

@@ -1,4 +1,4 @@
-"""The private methods of transformers that evener calls, all in one place."""
+"""The private methods of transformers' Trainer that evener calls, all in one place."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def prepare_inputs(trainer: Any, batch: Any) -> Any:
-    """Return the batch on the trainer's device."""
+    """Return the batch, moved to the trainer's device."""
     return trainer._prepare_inputs(batch)
 
 
 def count_items(trainer: Any, batches: Sequence[Any], device: Any) -> Any:
-    """Return the trainer's `num_items_in_batch` for the batches, or None."""
+    """Return the trainer's `num_items_in_batch` for the batches; None if it doesn't count."""
     return trainer._get_num_items_in_batch(list(batches), device)
 
 

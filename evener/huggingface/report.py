@@ -40,25 +40,25 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._clock: ClockedReports | None = None  # set if nothing else reports the steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start a report if the Trainer has no plan."""
+        """Start reporting, unless the Trainer has a plan and reports itself."""
         if not hasattr(self._trainer, "_planned"):
             name = type(self._trainer.model).__name__
             self._clock = ClockedReports("torch", name, args.process_index, args.world_size)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start timing a step."""
+        """Start timing an optimizer step."""
         if self._clock is not None:
             self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step's rows and time."""
+        """Report the rows and the duration of a finished optimizer step."""
         if self._clock is not None:
             rows = args.train_batch_size * args.gradient_accumulation_steps
             index = args.device.index
             self._clock.end(rows, () if index is None else (index,))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the evaluation out of the next step's time."""
+        """Keep an evaluation's duration out of the next step's time."""
         # Otherwise, the evaluation's time would count as a slow step.
         if self._clock is not None:
             self._clock.interrupt()
@@ -69,7 +69,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             logs.update(metrics())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Close the report."""
+        """Send the last report, and stop reporting."""
         if self._clock is not None:
             self._clock.close()
 
@@ -80,6 +80,6 @@ class _SpeedMetricsFilter(TrainerCallback):  # type: ignore[misc]
     # Another callback then prints the entry without them.
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Remove evener's metrics from the entry."""
+        """Remove evener's metrics from a log entry before it is printed."""
         for name in [name for name in logs or () if name.startswith(PREFIX)]:
             del logs[name]

@@ -1,4 +1,4 @@
-"""Rows of a Trainer with a plan: checks of its settings, samplers and row order."""
+"""Rows for a Trainer with a plan: checks of the Trainer's settings, samplers and row order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 
 def check_trainer_class(trainer_class: Any) -> None:
-    """Raise RequestError unless a plan can be used with this class."""
+    """Raise RequestError unless Trainers of this class can train with a plan."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise RequestError(
             f"{trainer_class!r} isn't a Trainer class.",
@@ -97,7 +97,7 @@ def check_setup(trainer: Any) -> None:
 
 
 def check_rebalance(trainer: Any, share: Share) -> None:
-    """Raise RequestError if shares can't follow the devices' speed during training."""
+    """Raise RequestError if this Trainer's shares can't change during training."""
     has_own_work(trainer.model, rebalances=True)
     if trainer.is_fsdp_enabled:
         raise RequestError(
@@ -109,9 +109,9 @@ def check_rebalance(trainer: Any, share: Share) -> None:
 
 
 def needs_equal_passes(trainer: Any) -> bool:
-    """Return whether all ranks must compute equally many passes.
+    """Return whether all ranks have to compute the same number of gradient-accumulation passes.
 
-    This is so for sharded models, and for TRL's trainers, which communicate in every pass.
+    They do for sharded models, and for TRL's trainers, which communicate in every pass.
     """
     if trainer.is_fsdp_enabled or is_sharded(trainer.model):
         return True
@@ -159,14 +159,14 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
 
 
 class PassSampler(StepSampler):
-    """Sampler that yields the rows of each pass of each step."""
+    """Sampler that yields row indices for each gradient-accumulation pass of each step."""
 
     def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:
         super().__init__(sampler)
         self.passes = passes
 
     def steps(self) -> Iterator[Any]:
-        """Yield each step's passes, as tuples of row indices."""
+        """Yield for each step a list of passes, each a tuple of row indices."""
         if isinstance(self.sampler, LengthSampler):
             return ([tuple(rows.tolist()) for rows in step] for step in self.sampler.steps())
         return (self._cut(step, rows) for step, rows in enumerate(self.sampler))
@@ -186,7 +186,7 @@ class PassSampler(StepSampler):
 
 
 class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Data set whose items are collated passes, selected by tuples of row indices."""
+    """Data set whose items are whole passes: collated rows, selected by a tuple of row indices."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -218,14 +218,14 @@ def find_lengths(trainer: Any) -> list[int] | None:
 
 
 def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
-    """Return whether the trainer's loader makes batches by a sampler of its own."""
+    """Return whether the trainer's data loader has a batch sampler of the user's own."""
     loader = make_undivided(trainer, make_loader)
     kind = type(getattr(loader, "batch_sampler", None))
     return isinstance(loader, DataLoader) and kind not in (BatchSampler, type(None))
 
 
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """Return the data set, collate function and sampler of the trainer's loader.
+    """Return the data set, collate function and row sampler of the trainer's data loader.
 
     Raises RequestError if the loader makes batches by a sampler of its own.
     """
@@ -244,7 +244,7 @@ def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, An
 def make_sampler(
     trainer: Any, planned: PlannedTraining, dataset: Any, order: Any
 ) -> UnevenBatchSampler:
-    """Return the sampler that divides the trainer's rows by the plan's shares."""
+    """Return the sampler that gives each rank its share of the trainer's rows."""
     rows, shares = count_rows(dataset), planned.ranks
     if isinstance(order, LengthGroupedSampler):
         order.batch_size = shares.global_batch
@@ -260,7 +260,7 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """Return the row order that a single process would have."""
+    """Return the order in which a single process would draw the rows; None for the data set's."""
     # Return None if it is the data set's own order. Without a plan, one process would draw all
     # rows.
     if type(sampler) is SequentialSampler:

@@ -1,4 +1,4 @@
-"""Trainer for plans in which each device holds a part of the model."""
+"""Trainer for plans in which each device holds only a part of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARGUMENTS = "training_args.bin"
 
 
 class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """Mixin of a Trainer that shards the model unevenly and saves it as a whole."""
+    """Trainer mixin that shards the model unevenly over ranks, and saves it as a whole."""
 
     args: Any
     accelerator: Any
@@ -33,10 +33,10 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     _planned: PlannedTraining
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Do nothing, because the whole model may not fit on the device."""
+        """Do nothing, because the unsharded model may not fit on the device."""
 
     def begin_plan(self) -> None:
-        """Shard the model, and stop accelerate from moving or wrapping it.
+        """Shard the model, and keep accelerate from moving or wrapping it.
 
         Raises RequestError if the Trainer's settings conflict with shards.
         """
@@ -88,9 +88,9 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
 
 def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
-    """Load optimizer and scheduler from a checkpoint of a sharded model, if it is one.
+    """Load the optimizer and the scheduler, if a checkpoint was saved from a sharded model.
 
-    Other checkpoints are left to the trainer; `folder` None loads nothing.
+    The trainer itself loads other checkpoints; `folder` None loads nothing.
     """
     if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
         return
@@ -109,14 +109,14 @@ def find_autocast(accelerator: Any) -> torch.dtype | None:
 
 
 def keep_no_casts(accelerator: Any) -> None:
-    """Turn off autocast's cache of converted weights."""
+    """Turn off autocast's cache of converted weights, which would hold the whole model."""
     # Only the weights of a few layers are gathered at a time. The cache would keep copies of the
     # weights of all layers until the end of the forward pass.
     accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
 
 def _note_device(model: Any, device: torch.device) -> None:
-    """Make accelerate take the model as being on this device alone."""
+    """Let accelerate believe that the whole model is on this device."""
     # accelerate reads `hf_device_map`.
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "hf_device_map", None):

@@ -1,4 +1,4 @@
-"""Checkpoint on SIGTERM for a Trainer with several ranks."""
+"""Saves a checkpoint when any rank of a Trainer gets SIGTERM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ..torch.ranks.stop_signal import StopSignal
 
 
 def stop_on_signal(trainer: Trainer, world: int) -> None:
-    """Replace the Trainer's callback for `enable_jit_checkpoint` by one for several ranks."""
+    """Make the Trainer's option `enable_jit_checkpoint` work with several ranks.
+
+    The Trainer's own callback for it is replaced.
+    """
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback  # only in transformers 5
@@ -27,17 +30,17 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers has 
         self._stop_signal: StopSignal | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Install the signal handler."""
+        """Install a handler for SIGTERM."""
         self._stop_signal = StopSignal(self._world)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save a checkpoint and stop if any rank got the signal."""
+        """Save a checkpoint and stop training if any rank has received SIGTERM."""
         # All ranks do so at the same step. Every rank calls this after each step, to exchange
         # whether a rank got the signal.
         if self._stop_signal is not None and self._stop_signal.is_agreed():
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the previous signal handler."""
+        """Restore the SIGTERM handler from before the training."""
         if self._stop_signal is not None:
             self._stop_signal.close()

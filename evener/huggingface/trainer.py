@@ -1,4 +1,4 @@
-"""The Trainer class that trains by a plan's shares."""
+"""The Trainer class that gives each device its planned share of every batch."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def with_plan(
 
 
 class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """Trainer mixin that gives each rank its share and weights the losses."""
+    """Trainer mixin that gives each rank its planned share of rows, and weights the losses."""
 
     _given: SimpleNamespace  # the arguments of with_plan
     # True: keep the loss of the program's own launcher, even if one process's loss differs
@@ -176,7 +176,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     # ------------------------------------------------------------------ rows
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader that yields the passes of this rank's share of each batch."""
+        """Return a loader that yields this rank's gradient-accumulation passes of each batch."""
         shares = self._shares
         check_normalization(self.model, "loss", shares.world, shares.pass_rows)
         dataset, collate, order = training_rows(self, super().get_train_dataloader)
@@ -204,7 +204,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return self._batches
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """Return a loader; for evaluation, one that divides batches among ranks."""
+        """Return a data loader; one for evaluation lets the ranks take whole batches in turn."""
         # The ranks take batches in turn.
         # with `is_training`, it is the class's own loader
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
@@ -219,7 +219,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the passes of the next optimizer step and `num_items_in_batch`."""
+        """Fetch this rank's passes of the next optimizer step; return them and the item count.
+
+        The item count is `num_items_in_batch` of all ranks.
+        """
         # The passes are listed by global batch. The number counts the items of all ranks; None if
         # the trainer doesn't count items.
         self._planned.end()
@@ -240,7 +243,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return passes, items
 
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
-        """Count this rank's items on the CPU; None if the trainer counts none."""
+        """Count this rank's items on the CPU; return None if the trainer counts none."""
         calls = self._gathering.calls  # transformers 4 gathers here even if one process counts
         # a copy to a GPU would make the host wait for the optimizer's step; `weigh_passes` moves it
         items = super()._get_num_items_in_batch(batches, torch.device("cpu"))
@@ -248,7 +251,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _prepare_input(self, data: Any) -> Any:
-        """Copy pinned tensors to the device without waiting."""
+        """Copy a batch to the device; the host doesn't wait for copies from pinned memory."""
         inner: Any = super()._prepare_input
         # a class may have a method of its own, for example to convert tensors
         is_plain = getattr(inner, "__func__", None) is Trainer._prepare_input
@@ -260,7 +263,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _weigh_and_count(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Set the weights of the step's passes and return the number of items."""
+        """Set the weights of a step's passes, and return the number of items on all ranks."""
         # The number is None if the trainer doesn't count items. The weight of a pass is its weight
         # in the global batch. `sizes` and `totals` as in `weigh_passes`; the items of all ranks are
         # counted.
@@ -285,7 +288,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
-        """Find out what the loss is averaged over, or assume it if checks are off."""
+        """Return what the loss is a mean over, by a check or, with checks off, by assumption."""
         # `in_parts` is 0, except if a single process is about to use smaller passes for the first
         # time. Then it is the number of rows to check.
         world = self._shares.world
@@ -319,7 +322,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             )
 
     def _check_parts(self, part: Any, rows: int) -> None:
-        """Check the loss before a batch that ran out of memory is split."""
+        """Check, before a pass that ran out of memory is divided, that dividing keeps the loss."""
         # Only a single process needs this check.
         # `part` is the pass that ran out of memory; up to `rows` of its rows are checked
         if self._shares.world * sum(self._shares.passes) == 1:
@@ -328,7 +331,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Train on one batch, in passes, and return its loss."""
+        """Train on this rank's rows of one global batch, in passes, and return the loss."""
         # weighted so that the mean over ranks is the loss of a single process
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         for part in parts:
@@ -345,13 +348,13 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _audit_step(self) -> None:
-        """Check the gradients of the newest batch, if a check is due."""
+        """Audit the gradients of the newest global batch, if an audit is due."""
         if self._given.check:
             numbers = self._sampler.sampler.rows_of_all(self._newest)
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log metrics; during a pass, they wait until the batch is finished."""
+        """Log metrics; those logged during a pass are held back until the batch is finished."""
         if self._factor is None:
             super().log(*logged, **options)
         else:
@@ -364,7 +367,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """Factor by which the program's own launcher makes the loss too large; 1 if corrected."""
+        """Factor by which the program's own launcher makes the loss too large.
+
+        It is 1 unless evener has to train as that launcher does (`keeps_launcher`).
+        """
         # The program's own launcher leaves the loss too large. Without `keeps_launcher`, the
         # weights of the passes correct the loss.
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
@@ -380,7 +386,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss and weight it by the pass's share of the batch."""
+        """Compute a pass's loss, weighted by the pass's part of the global batch."""
         # attributes that the class sets are kept only in the batch's last pass
         with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)
@@ -406,7 +412,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._evaluates = False
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Add the tokens of all ranks after the step's last pass."""
+        """Add the step's tokens on all ranks to the Trainer's count, after the last pass."""
         if self.args.include_num_input_tokens_seen not in ("no", False) and not self._to_come:
             # ranks may have different numbers of passes, so they can't synchronize in each
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
@@ -414,11 +420,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._tokens = 0
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the floating-point operations of all passes."""
+        """Return the floating-point operations of all passes in `inputs`."""
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Log, save and evaluate; average the last losses over ranks."""
+        """Log, save and evaluate as the Trainer does; at the end, average losses over ranks."""
         # In transformers 4, the unlogged losses are also averaged over the ranks when the training
         # ends.
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
@@ -429,7 +435,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Finish training, with the unlogged losses averaged over ranks."""
+        """Finish the training as the Trainer does, with the last losses averaged over ranks."""
         # the trainer itself would use only the first rank's losses
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)
@@ -478,7 +484,7 @@ def _fetch_few(
     most: int = ROWS_COMPUTED,
     chooses: bool = True,
 ) -> FewRows | None:
-    """Fetch a few rows to compare losses, or None if they can't be fetched."""
+    """Fetch and collate a few rows for a check of the loss; None if that isn't possible."""
     # Every rank gets the same rows. With `chooses`, they are chosen from more rows, to differ in
     # class and length.
     more = (TIMES - 1) * most if chooses else 0

@@ -1,4 +1,4 @@
-"""Checks whether a Keras model can train with divided batches."""
+"""Checks whether a Keras model can train with each batch divided among devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SplitWarning(UserWarning):
 
 
 def warn(sentence: str) -> None:
-    """Issue a SplitWarning."""
+    """Issue a SplitWarning with this sentence."""
     warnings.warn(sentence, SplitWarning, stacklevel=3)
 
 
@@ -99,13 +99,16 @@ def check_towers(model: Any) -> None:
 
 
 def check_workers(model: Any) -> None:
-    """Raise RequestError if the model can't train in several processes."""
+    """Raise RequestError if the model can't train in several processes, each with some rows."""
     check_step(model)
     _warn_local_statistics(model)
 
 
 def check_passes(model: Any, rows: int) -> None:
-    """Raise RequestError if the model can't train in passes of up to `rows` rows."""
+    """Raise RequestError if the model can't train in gradient-accumulation passes.
+
+    `rows` is the row count of the largest pass, for a warning about batch normalization.
+    """
     check_compiled(model)
     if model.run_eagerly:
         raise RequestError(
@@ -121,7 +124,7 @@ def check_passes(model: Any, rows: int) -> None:
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
-    """Raise RequestError if the model's call assigns any of `weights`."""
+    """Raise RequestError if there are any `weights`, which the model's call has assigned."""
     # such an assignment would be lost, because each device has its own copy of the weights
     if weights:
         seen = (
@@ -132,10 +135,10 @@ def check_assigned(weights: Sequence[Any]) -> None:
 
 
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
-    """Raise RequestError: several processes are needed, or the change that `other` names.
+    """Raise RequestError, because several processes are needed for a model.
 
-    If `evener launch` started this script as one process, exit instead, so that it starts one for
-    each device.
+    `seen` is the reason, and `other` another remedy. If `evener launch` started this script as one
+    process, exit instead, so that it starts one for each device.
     """
     ask_for_processes(seen)
     raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")

@@ -1,4 +1,4 @@
-"""Reads the first batch of an iterator without taking it from the training."""
+"""Looks at the first batch of an iterator; the training still gets that batch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
-    """Return the first batch, or None, and an iterator that still yields it.
+    """Return the first batch (None if there is none), and an iterator that still yields it.
 
-    `steps` batches are read.
+    `steps` is how many batches Keras takes in one call; so many are read ahead.
     """
     # Keras runs that many steps in one call.
     if not isinstance(batches, tf.data.Iterator):
@@ -35,7 +35,7 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
 
 
 def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
-    """Return a dataset of these batches with the same element spec."""
+    """Return a dataset of batches already read, with the element spec of their iterator."""
     # axes of unknown length must stay unknown, because the step is traced with this spec
 
     def repeat() -> Iterator[Any]:
@@ -58,7 +58,7 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return a tensor of zeros whose open axes differ in length from `tensor`."""
+    """Return zeros whose length differs from `tensor` in each axis that the spec leaves open."""
     # Only the axes of unknown length differ. They therefore stay unknown in the element spec of a
     # dataset with both tensors.
     sizes = zip(spec.shape, tensor.shape, strict=True)
@@ -66,7 +66,7 @@ def _other_size(spec: Any, tensor: Any) -> Any:
 
 
 def read_triple(batch: Tensors) -> Tensors:
-    """Return a batch's inputs, labels and weights as tensors."""
+    """Return a batch as (inputs, labels, weights), converted to tensors; missing ones are None."""
     data = batch.data if isinstance(batch, OwnRows | AssignedArrays) else batch
     return tf.nest.map_structure(_to_tensor, keras.utils.unpack_x_y_sample_weight(data))
 

@@ -1,4 +1,4 @@
-"""Replaces a model's methods so that `fit` and `evaluate` use an engine."""
+"""Replaces methods of a user's Keras model so that `fit` and `evaluate` use evener's engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ARRAYS = ("x", "y", "sample_weight")
 
 
 class FitHooks:
-    """Hooks on one Keras model: its steps, `fit`, `evaluate` and saving.
+    """Replacements for methods of one Keras model: its steps, `fit`, `evaluate` and saving.
 
     During `fit`, `batch` is the row count of a step and `samples` that of an epoch; None if
     unknown.
@@ -71,7 +71,7 @@ class FitHooks:
             self.audit = StepAudit(engine, self._plain, split.strict, self._pass_rows)
 
     def attach(self) -> None:
-        """Replace the model's methods."""
+        """Put the replacements on the model."""
         model, engine = self.model, self.engine
         for name in ("train_step", "test_step", "predict_step"):
             setattr(model, name, self._step_of(name))
@@ -88,7 +88,11 @@ class FitHooks:
         model.fit, model.evaluate = self._with_signature("fit"), self._with_signature("evaluate")
 
     def _step_of(self, name: str) -> Any:
-        """Return the step to use: the engine's, or one that keeps the user's own."""
+        """Return the function that replaces the model's method `name`, such as `train_step`.
+
+        A `train_step` of the user's class is run around the engine's step; other steps of the
+        user's class are kept.
+        """
         # a user's `train_step` runs around the engine's step, other steps of the user run unchanged
         step = getattr(self.engine, name)
         if not (self.engine.splits and overrides(self.model, name)):
@@ -98,7 +102,7 @@ class FitHooks:
         return functools.partial(self._own_step, name)
 
     def _noted(self, step: Any) -> Any:
-        """Return the step, made to record its row counts."""
+        """Wrap a training step so that its graph records when a batch's rows are available."""
         # XLA has no clock
 
         @functools.wraps(step)
@@ -110,7 +114,7 @@ class FitHooks:
         return note_and_train
 
     def _timed(self, name: str, method: Any) -> Any:
-        """Return the method, whose duration isn't counted as a part of a step."""
+        """Wrap a method, such as `save`, so that its duration doesn't count as part of a step."""
         # otherwise the duration would count as time between two steps
 
         @functools.wraps(method)
@@ -121,7 +125,7 @@ class FitHooks:
         return call
 
     def _with_signature(self, name: str) -> Any:
-        """Return the hook of `fit` or `evaluate` with the original signature."""
+        """Return the replacement of `fit` or `evaluate`, with the signature of Keras' method."""
         hook = getattr(self, name)
 
         @functools.wraps(MethodType(getattr(type(self.model), name), self.model))
@@ -133,13 +137,13 @@ class FitHooks:
         return method
 
     def _own_step(self, name: str, data: Any) -> Any:
-        """Run the step that the user's class defines."""
+        """Run a test or predict step that the user's class defines, on the whole batch."""
         # The device that holds the weights computes the step.
         with self.engine.scope():
             return getattr(type(self.model), name)(self.model, data)
 
     def _make_function(self, name: str, force: bool = False) -> Any:
-        """Make Keras' train, test or predict function, and wrap it."""
+        """Replace Keras' `make_train_function` and its like: make the function, then wrap it."""
         # `name` is Keras' method, such as "make_train_function". With `force`, an existing function
         # is replaced.
         model = self.model
@@ -159,7 +163,10 @@ class FitHooks:
         return made
 
     def _prepare_training(self) -> None:
-        """Check the model, and share the weights with other processes if `fit` doesn't."""
+        """Check that the model can train, and copy the first process's weights to the others.
+
+        At the start of `fit`, a callback copies the weights instead.
+        """
         # at the start of a `fit`, callbacks share the weights
         if self._pass_rows is not None:
             check_passes(self.model, self._pass_rows)
@@ -169,7 +176,7 @@ class FitHooks:
         self._starts = False
 
     def _wrap_function(self, name: str, function: Any) -> Any:
-        """Wrap a function in the engine's own, the audit and the timing."""
+        """Wrap Keras' train, test or predict function with the engine's work, audits and timing."""
         # `name` is the model's attribute for the train, test or predict function, such as
         # "train_function".
         engine = self.engine
@@ -232,14 +239,17 @@ class FitHooks:
             return type(self.model).evaluate(*call.args, **call.kwargs)
 
     def compile_config(self) -> Any:
-        """Return the compile configuration; warn if a clone is being made of the model."""
+        """Return Keras' compile configuration, and warn if `clone_model` asks for it.
+
+        A clone would train on one device only.
+        """
         # a clone isn't split
         if any(_is_clone_model(frame) for frame, _ in traceback.walk_stack(None)):
             self._warn_of_copy()
         return type(self.model).get_compile_config(self.model)
 
     def reduce(self) -> Any:
-        """Pickle the model without hooks, with a warning."""
+        """Pickle the model without evener's replacements, and warn that the copy isn't split."""
         self._warn_of_copy()
         kind: Any = type(self.model)
         return kind.__reduce__(self.model)
@@ -251,7 +261,7 @@ class FitHooks:
         )
 
     def _bind(self, name: str, arguments: Any, keywords: Any) -> inspect.BoundArguments:
-        """Bind arguments to the signature of the model's method and apply defaults."""
+        """Bind a call's arguments to the signature of Keras' method, with defaults filled in."""
         call = inspect.signature(getattr(type(self.model), name)).bind(
             self.model, *arguments, **keywords
         )
@@ -265,7 +275,7 @@ class FitHooks:
         return call
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
-        """Replace arrays in the arguments of `fit` by a dataset of batches."""
+        """Replace the arrays in the arguments of `fit` by a dataset of batches, in place."""
         # the dataset doesn't pause between epochs; data that only Keras can batch stay as they are
         self.batch = size = check_global_batch(
             chosen["batch_size"] or self.split.global_batch or 32, len(self.split.devices)
@@ -306,13 +316,13 @@ class FitHooks:
         self._prepare_validation(chosen, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
-        """Return a dataset of batches in the order of the rows, and the number of batches."""
+        """Return a dataset of unshuffled batches, and their number."""
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
         return self.engine.batches(arrays, endless=False), arrays.steps
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
-        """Prepare a dataset or generator for `fit`.
+        """Batch the dataset in the arguments of `fit`, and check it, in place.
 
         Raises RequestError for a generator if there are several processes.
         """
@@ -331,7 +341,7 @@ class FitHooks:
         self._prepare_validation(chosen, self.split.global_batch)
 
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
-        """Prepare the validation data in the arguments of `fit`."""
+        """Batch the validation data in the arguments of `fit`, in place."""
         # `chosen` has the arguments of `fit`, which are changed. `size` is the default batch size
         # for a split without passes. An argument `validation_batch_size` takes precedence.
         data = chosen["validation_data"]

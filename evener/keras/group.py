@@ -1,4 +1,4 @@
-"""The processes that train one Keras model together, and sums over them."""
+"""The processes that train one Keras model together, and all-reduces between them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ LARGEST_KEY = (1 << 31) - 1
 
 
 class Group:
-    """Processes of `MultiWorkerMirroredStrategy`, one device each.
+    """The processes of one training run under `MultiWorkerMirroredStrategy`, one device each.
 
-    `peers` are the addresses of all processes, and `rank` is this one's place. Raises RequestError
-    if the processes see another number of devices.
+    `peers` are the addresses of all processes, and `rank` is the index of this one. Raises
+    RequestError if the processes see another number of devices.
     """
 
     def __init__(self, peers: Sequence[str], rank: int) -> None:
@@ -63,11 +63,11 @@ class Group:
         )
 
     def sum(self, tensors: Sequence[Any], apart: int = 0) -> list[Any]:
-        """Return each tensor's sum over all processes, by few all-reduces.
+        """Return each tensor's sum over all processes, by as few all-reduces as possible.
 
         Every process has to call this, with tensors of the same shapes. List tensors in the order
-        in which they are computed. The last `apart` tensors are summed separately, so that no other
-        sum waits for them.
+        in which they are computed. The last `apart` tensors are summed in an all-reduce of their
+        own, so that no other sum waits for them.
         """
         if tf.executing_eagerly():
             return self.sum_now(tensors)
@@ -114,21 +114,21 @@ class Group:
             variable.assign(value)
 
     def share_text(self, text: bytes, rank: int) -> bytes:
-        """Return the text of process `rank`, on every process."""
+        """Return the bytes that process `rank` passes as `text`, on every process."""
         mine = text if rank == self.rank else b""
         (length,) = self.sum_now([tf.constant([len(mine)])])
         codes = list(mine) or [0] * int(length[0])
         return bytes(self.sum_now([tf.constant(codes)])[0].numpy().tolist())
 
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
-        """Sum tensors over all processes, outside of a graph."""
+        """Return each tensor's sum over all processes, in eager mode."""
         # traced for each set of types and shapes on purpose, without TensorFlow's warning
         given = list(tensors)
         return list(self._sum.get_concrete_function(given)(given)) if given else []
 
 
 def group_from_environment() -> Group | None:
-    """Return the group of the variable TF_CONFIG, or None for a single process.
+    """Return the group of processes in the variable TF_CONFIG, or None for a single process.
 
     Raises RequestError if the variable can't be parsed.
     """
@@ -146,7 +146,7 @@ def group_from_environment() -> Group | None:
 
 @functools.cache
 def _join_group(peers: tuple[str, ...], rank: int) -> Group:
-    """Return the group of these processes, created once."""
+    """Return this process's Group, which is created only once per set of addresses."""
     # a second strategy would abort all-reduces that a faster process has already started
     return Group(peers, rank)
 
@@ -170,9 +170,9 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 
 
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
-    """Return the place in `active` of each process's share, by rank.
+    """Return for each process, by rank, the index of its share in the plan's active shares.
 
-    Processes are matched by device and host; if none can be, the order is that of the ranks. Every
+    Processes are matched by device and host; if none matches, the order is that of the ranks. Every
     process has to call this. Raises PlanError if a share has no process or several.
     """
     host = find_host(share.host for share in active)
@@ -213,13 +213,13 @@ MOST = 251  # number of different digests; every float type represents them exac
 
 
 def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
-    """Return a hash of the tensors, a number below `most`."""
+    """Return a hash of the tensors as an integer below `most`."""
     parts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
     return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), most)
 
 
 class BatchDigests(NamedTuple):
-    """Hashes of a batch, to compare between processes."""
+    """Hashes of a batch, by which processes check that they have the same data."""
 
     labels: Any  # digest of the labels, or of the inputs if there are no labels
     inputs: Any  # digest of the inputs, which every process may augment at random
@@ -238,7 +238,7 @@ def digest_batch(data: Any) -> BatchDigests:
 
 
 def _digest_rows(data: Any) -> Any:
-    """Return a hash of the data, of the first row alone if rows are large."""
+    """Return a hash of a batch's tensors; large rows are represented by the first one."""
     return digest(
         [
             leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]
@@ -252,9 +252,10 @@ def _leaves(data: Any) -> list[Any]:
 
 
 def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any]) -> None:
-    """Raise RequestError if processes have different first rows, row counts or settings.
+    """Raise RequestError if the processes were given different data or settings for `fit`.
 
-    Every process has to call this; without a group (None), nothing is checked.
+    First rows, row counts and settings are compared. Every process has to call this; without a
+    group (None), nothing is checked.
     """
     if group is None:
         return
@@ -270,7 +271,7 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other(rank: int) -> None:
-    """Raise RequestError about different data, if `rank` isn't 0."""
+    """Raise RequestError because process `rank` has other data than process 0; do nothing for 0."""
     if rank:
         raise RequestError(
             f"Rank {rank} has other rows in a batch than rank 0, or batches them otherwise.",

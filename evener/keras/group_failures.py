@@ -25,7 +25,7 @@ END = " (evener)"
 
 
 class GroupFailures:
-    """Reports errors between processes through TensorFlow's coordination service."""
+    """Notifies the other processes when this one fails, so that they don't wait forever."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -55,7 +55,7 @@ class GroupFailures:
             self._inside = False
 
     def _tell(self, error: Exception) -> None:
-        """Report the error, unless all processes have failed alike."""
+        """Send this process's error to the others, unless all processes have failed too."""
         self._count += 1
         service = context.context()
         try:
@@ -86,7 +86,7 @@ class GroupFailures:
 
 
 def read_failure(error: BaseException) -> str:
-    """Return the message of another process's failure, or "" if the error isn't one."""
+    """Return the message about another process's failure that an error carries, or ""."""
     if not isinstance(error, tf.errors.OpError):
         return ""
     _, mark, rest = str(error).partition(MARK)

@@ -1,4 +1,4 @@
-"""Temporary replacement of an object's attributes."""
+"""Temporary replacement of attributes on a single object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
-    """Context manager that sets an attribute on the instance and restores it afterwards."""
+    """Context manager that sets `name` on the object to `value`, and restores it at the end."""
     attributes = vars(instance)
     had = name in attributes
     before = attributes.get(name)

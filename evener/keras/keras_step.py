@@ -1,4 +1,4 @@
-"""Parts of Keras' training step that the engines share: rows, calls, losses and gradients."""
+"""Parts of a training step that evener's engines share: rows, model calls, losses and gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensors = Any  # nested tensors, as Keras passes them to a train step
 
 
 class OwnRows(NamedTuple):
-    """This process's rows of a global batch."""
+    """The rows of a global batch that this process computes."""
 
     data: Tensors
     size: Any  # number of these rows that count
@@ -29,7 +29,7 @@ class OwnRows(NamedTuple):
 
 
 def from_frame(leaf: Any) -> Any:
-    """Convert a pandas object to an array; a Series becomes a column. Return others unchanged."""
+    """Convert pandas data to an array, a Series to one column; return other data unchanged."""
     array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
     return array[:, None] if array is not leaf and array.ndim == 1 else array
 
@@ -46,13 +46,16 @@ def count_rows(data: Tensors) -> Any:
 
 
 def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
-    """Return rows `start` to `stop` of nested tensors; one filler row if there are none."""
+    """Return rows `start` to `stop` of nested tensors.
+
+    An empty range gives one row, a filler row, because TensorFlow can abort without rows.
+    """
     start, stop = widen_if_empty(start, stop)
     return _map(lambda tensor: _cut(tensor, start, stop), data)
 
 
 def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
-    """Return the range, or (0, 1) if it is empty."""
+    """Return the row range unchanged, or (0, 1) if it is empty."""
     # TensorFlow can abort on a replica without rows
     is_empty = stop <= start
     return tf.where(is_empty, tf.zeros_like(start), start), tf.where(
@@ -61,7 +64,7 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 
 
 def open_rows(leaf: Any) -> Any:
-    """Return the tensor's spec with an open row count."""
+    """Return the tensor's spec with the number of rows left open."""
     if leaf is None:
         return None
     shape = [None, *leaf.shape[1:]] if len(leaf.shape) else []
@@ -74,7 +77,7 @@ def open_rows(leaf: Any) -> Any:
 
 
 def take_rows(data: Tensors, rows: Any) -> Tensors:
-    """Return the first `rows` rows, with Keras' masks and logits.
+    """Return the first `rows` rows of nested tensors, with the masks and logits Keras attached.
 
     Raises RequestError for a scalar.
     """
@@ -85,13 +88,16 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """Pad a tensor with zeros to `rows` rows, its own beginning at `start`."""
+    """Place a tensor's rows at row `start` of `rows` rows that are otherwise 0.
+
+    The sum over all processes then has the rows of each.
+    """
     after = rows - start - tf.shape(tensor, tf.int64)[0]
     return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
 
 
 def join_rows(parts: Sequence[Tensors]) -> Tensors:
-    """Concatenate nested tensors along their rows, with Keras' masks and logits."""
+    """Concatenate tensors along their rows, with the masks and logits Keras attached to them."""
     return keras.tree.map_structure(
         lambda *tensors: _with_marks(
             tf.concat(tensors, 0), tensors, lambda marks: tf.concat(marks, 0)
@@ -126,7 +132,10 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
 
 
 def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
-    """Attach the combined masks and logits of `sources` to a tensor."""
+    """Attach to a tensor the masks and logits of the tensors that it was made from.
+
+    `combine` makes one mask of all their masks, and one tensor of their logits.
+    """
     # Masks are attached only if all sources have one. The same is true for logits.
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
@@ -138,7 +147,7 @@ def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any
 
 
 def logits_of(tensor: Any) -> Any:
-    """Return the logits behind a softmax or sigmoid output, or None."""
+    """Return the logits from which a softmax or sigmoid output was computed, or None."""
     logits = getattr(tensor, "_keras_logits", None)
     if logits is None and tf.is_symbolic_tensor(tensor):
         operation = tensor.op
@@ -153,7 +162,10 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Context manager for an engine's calls of the model, which need no warning."""
+    """Context manager in which calls of the model come from an engine and need no warning.
+
+    See `warn_of_own_loop`.
+    """
     token = in_step.set(True)
     try:
         yield
@@ -162,7 +174,7 @@ def calls_of_steps() -> Iterator[None]:
 
 
 def build_model(model: Any, x: Tensors) -> None:
-    """Create the model's weights, if some are missing, by calling it on a row of `x`."""
+    """Create the weights that the model hasn't created yet, by calling it on a row of `x`."""
     # A model without a known input shape creates its weights from its first batch.
     if not all(layer.built for layer in (model, *all_layers(model))):
         call_once(model, x)
@@ -185,7 +197,10 @@ def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
 
 
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:
-    """Return the model's `call` with a warning if it is used to train outside of `fit`."""
+    """Return a `call` for the model that warns if it trains in the user's own loop.
+
+    There, one device would compute the whole batch.
+    """
     own = type(model).call
 
     @functools.wraps(own)
@@ -204,7 +219,8 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
     """Keras scope in which a model computes with copies of its weights.
 
-    `states` are pairs of a variable and its value. Assigned values stay in the scope.
+    `states` are pairs of a non-trainable variable and its value. Values that the call assigns stay
+    in the scope.
     """
 
     def __init__(
@@ -217,19 +233,19 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
         self.others: dict[int, Any] = {}
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Record an assignment to a variable."""
+        """Record that the model's call assigns a variable."""
         variable, _ = update
         super().add_update(update)
         if id(variable) not in self._known:
             self.others[id(variable)] = variable
 
     def check_weights(self) -> None:
-        """Raise RequestError if the call has assigned a trainable weight."""
+        """Raise RequestError if the model's call has assigned a trainable weight."""
         pairs = self._weights
         check_assigned([each for each, copy in pairs if self.get_current_value(each) is not copy])
 
     def assign_others(self) -> None:
-        """Assign variables that the scope's states don't include."""
+        """Assign the variables that the call has set and that aren't among the scope's `states`."""
         for key, variable in self.others.items():
             variable.assign(self.state_mapping[key])
 
@@ -250,13 +266,13 @@ def call_on_copies(
 
 
 def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list[Any], list[Any]]:
-    """Call the model and return its outputs, added losses and regularizers' losses."""
+    """Call the model; return outputs, losses that layers added, and regularizers' losses."""
     outputs = call_model(model, x, training)
     return outputs, *split_losses(model, list(model.losses))
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the losses that layers added and the losses of regularizers, as two lists."""
+    """Divide a model's extra losses into those that layers add and those of regularizers."""
     # Keras lists the regularizers' losses last
     regularized = sum(
         getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights
@@ -274,7 +290,7 @@ def loss_with(
     weight: Any,
     training: bool,
 ) -> Any:
-    """Return the loss of a batch that Keras computes, plus the losses in `added`."""
+    """Return a batch's loss as Keras computes it from `outputs`, plus the losses in `added`."""
     token = in_step.set(True)  # a compute_loss may call the model
     model._losses_override.extend(added)  # `model.losses` returns this list unless it is empty
     try:
@@ -294,7 +310,7 @@ def part_of_loss(
     training: bool,
     parts: tuple[Any, Any],
 ) -> Any:
-    """Return the contribution of some rows to the loss of the whole batch.
+    """Return how much some rows contribute to the loss of the whole batch.
 
     - `losses`: losses that layers added, then the regularizers' losses.
     - `batch`: (x, y, outputs, weight) of these rows.
@@ -310,24 +326,31 @@ def part_of_loss(
 
 
 def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool) -> Any:
-    """Return the compiled loss of a batch, without added losses and regularizers."""
+    """Return the loss from `compile` for some rows, without added losses and regularizers."""
     x, y, outputs, weight = batch
     nothing = [tf.zeros([], losses[0].dtype)] if losses else []
     return loss_with(model, nothing, x, y, outputs, weight, training)
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return an added loss weighted by its part of the batch."""
+    """Return a loss that layers added on a part of the batch, weighted by the part's fraction.
+
+    A `kind` of sum isn't weighted.
+    """
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
 
 def scale_loss(model: Any, loss: Any) -> Any:
-    """Scale the loss for float16, with headroom for adding up gradients."""
+    """Scale the loss for mixed precision, lower than Keras does.
+
+    Otherwise the gradients of several parts, added up, could overflow in float16. `apply_gradients`
+    makes up for it.
+    """
     return model.optimizer.scale_loss(loss) / _headroom(model)
 
 
 def apply_gradients(model: Any, gradients: Sequence[Any]) -> None:
-    """Apply gradients of a loss from `scale_loss` to the model's weights."""
+    """Update the model's weights by gradients of a loss that `scale_loss` has scaled."""
     headroom, weights = _headroom(model), model.trainable_weights
     if headroom > 1:
         halves = [layer for layer in all_layers(model) if layer.compute_dtype == "float16"]
@@ -345,7 +368,10 @@ def _headroom(model: Any) -> float:
 
 
 def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Multiply a gradient by the headroom, with NaN where it overflows in float16."""
+    """Multiply a gradient by `headroom`, by which `scale_loss` has divided the loss.
+
+    If `is_half`, elements that overflow in float16 become NaN.
+    """
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -362,7 +388,7 @@ def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
 def update_metrics(
     model: Any, loss: Any, rows: Any, x: Tensors, y: Tensors, outputs: Tensors, weight: Any
 ) -> dict[str, Any]:
-    """Update the metrics with the whole batch and return the logs.
+    """Update the model's metrics with the whole batch, and return the logs.
 
     Raises RequestError if `compute_metrics` reads a tensor of a single pass.
     """

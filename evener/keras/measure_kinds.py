@@ -1,7 +1,8 @@
-"""Measure how the losses, states and attributes of a batch's parts combine.
+"""Measure how the results of a batch's parts have to be combined: as means or as sums.
 
 A loss may be a mean over rows, a mean over tokens, or a sum (its kind, see `part_kinds.py`). An
-engine has to know the kind to combine the results of its devices.
+engine has to know the kind to combine the losses, variables and attributes that its devices
+compute.
 
 Therefore Keras' own step computes a few rows before the first step, first together and then in two
 unequal parts. It runs in a graph without side effects. Audits check whether the combination is
@@ -73,9 +74,10 @@ UNITS = {
 def measure_first(
     engine: Engine, plain: PlainSteps, training: bool, audited: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Return a train or test function that first measures how parts of a batch combine.
+    """Wrap Keras' train or test function `run`, so that its first call measures the loss's kind.
 
-    Raises RequestError on the first call if the engine can't combine the parts' losses.
+    `measure_batch` does this. Raises RequestError on the first call if the engine can't combine the
+    losses of a batch's parts.
     """
     is_first = True
 
@@ -94,7 +96,7 @@ def measure_first(
 def measure_batch(
     engine: Engine, plain: PlainSteps, first: Tensors, training: bool, audited: bool
 ) -> None:
-    """Measure how parts of this batch combine, and store the result in the engine.
+    """Measure how the engine has to combine results of a batch's parts, and tell the engine.
 
     In a group, one process measures for all. Raises RequestError if the plan has passes, and the
     loss can't be weighted exactly in passes.
@@ -132,7 +134,7 @@ def measure_batch(
 
 
 def _warn_of_joined(names: Sequence[str]) -> None:
-    """Warn if several devices may read the same rows of a sparse table."""
+    """Warn that several lookups read one sparse table, so that Adam would learn something else."""
     # The same is true for other optimizers that square gradients. `names` are tables that several
     # calls of `tf.nn.embedding_lookup_sparse` read. The warning names the first table.
     if names:
@@ -144,7 +146,7 @@ def _warn_of_joined(names: Sequence[str]) -> None:
 
 
 def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
-    """Create the variables of the optimizer, loss and metrics."""
+    """Create the variables of the optimizer, the loss and the metrics, if some are missing."""
     # TensorFlow traces a step twice if the step creates variables
     if training and not model.optimizer.built and model.trainable_variables:
         model.optimizer.build(model.trainable_variables)
@@ -160,7 +162,7 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 def measure(
     model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
 ) -> PartKinds:
-    """Return how losses, variables and attributes of parts combine, measured on up to 8 rows.
+    """Compute up to 8 rows at once and in two parts, and return how the results combine.
 
     If `partial` is False, the engine computes the loss on whole batches, so it isn't measured.
     """
@@ -183,13 +185,13 @@ def measure(
 
 
 def _add_row(row: Any) -> Any:
-    """Append a second row, half of the first if it holds floats."""
+    """Append a second row to a tensor with one row: half of it for floats, else a copy."""
     # parts can't be measured on a single row
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
 
 class Measured(NamedTuple):
-    """Results of a step on all rows and on two parts."""
+    """Results of Keras' own step on a few rows at once, and on two unequal parts of them."""
 
     model: Any
     step: TracedStep
@@ -198,7 +200,7 @@ class Measured(NamedTuple):
     sizes: tuple[int, ...]  # rows of each part
 
     def find_added(self) -> list[str]:
-        """Return for each loss that layers add whether it is a mean over rows or a sum, or ""."""
+        """Return for each loss that layers add: is it a mean over rows, a sum, or "" (neither)?"""
         # A loss of 0 reveals nothing: its coefficient may start from 0, or it may not concern these
         # rows. It is measured again with nonzero variables, then with other weights and inputs.
         found = self._read_added(self.results)
@@ -217,20 +219,20 @@ class Measured(NamedTuple):
         return [fitting[0] if fitting else OTHER for fitting in kinds]
 
     def _read_added(self, results: Sequence[StepResult]) -> list[tuple[float, ...]]:
-        """Return each added loss in all runs."""
+        """Return each loss that layers add, as a tuple of its values in all runs."""
         calls = [result.call for result in results if result.call is not None]
         added = [split_losses(self.model, call.losses)[0] for call in calls]
         values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]
         return list(zip(*values, strict=True))
 
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, and the rows."""
+        """Return nonzero values for variables that are 0, and the rows to run the step on."""
         # The values are by the variables' keys. The rows are the unchanged ones of each run. The
         # step is run again with these values, because a variable that is 0 may hide a loss.
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return weights with noise, and rows with negated inputs."""
+        """Return weights with noise, and the rows with negated inputs, to run the step again."""
         # The values of `_raise_zeros` are returned together with the weights.
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
@@ -240,7 +242,7 @@ class Measured(NamedTuple):
         return values, [(tf.nest.map_structure(_negate, x), *others) for x, *others in self.every]
 
     def find_states(self) -> dict[int, str]:
-        """Return how each non-trainable variable combines, by its index."""
+        """Return how each non-trainable variable is combined from the parts, by its index."""
         # a sum that decays looks like a plain sum while it is 0
         variables = self.model.non_trainable_variables
         keys = {
@@ -270,7 +272,7 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return how each tensor stored in an attribute combines, by name."""
+        """Return how each tensor in the model's attributes is combined from the parts, by name."""
         whole, *parts = [
             result.call.attributes for result in self.results if result.call is not None
         ]
@@ -286,7 +288,7 @@ class Measured(NamedTuple):
         return found
 
     def find_loss(self, training: bool) -> str:
-        """Return which mean or sum the compiled loss is, such as "rows"; "" if unknown."""
+        """Return what the compiled loss is a mean over, such as "rows", or "sum"; "" if unknown."""
         # The rows may not distinguish all kinds: labels without padding don't show whether padding
         # counts. So the loss is also computed with changed masks, weights and labels.
         calls = [result.call for result in self.results if result.call is not None]
@@ -305,9 +307,9 @@ class Measured(NamedTuple):
     def _find_possible_loss_kinds(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return which sums or means explain this batch's losses; None if one isn't finite.
+        """Return the kinds of mean or sum by which the parts' losses give the loss of all rows.
 
-        The result is also None if the user's loss raises an error.
+        The result is None if the loss isn't finite, or if the user's loss raises an error.
         """
         # None also if the loss isn't finite. A kind is possible if it gives the loss of all rows
         # when applied to the losses of their parts. `batch` is (x, y, outputs, weight). `calls` are
@@ -335,7 +337,10 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return how a variable's values after each part combine into its value after all rows."""
+    """Return the rule by which a variable's values after parts give its value after all rows.
+
+    The rule is "" if none fits.
+    """
     # `start` is the state's value before the step. `whole` is the value after a step on all rows,
     # and `parts` are the values after a step on each part. `sizes` are the parts' numbers of rows.
     if whole.dtype.kind not in "iuf":
@@ -354,7 +359,10 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _predict_whole_state(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Return the variable's expected value after the whole batch, for each way to combine."""
+    """Predict a variable's value after the whole batch, by each rule of combining the parts.
+
+    Returns a dict from the rule's name to the value.
+    """
     # The value after the whole batch is predicted. `before` is the value before the batch, and
     # `parts` are the values after each part. `sizes` are the parts' numbers of rows.
     changes = [part - before for part in parts]
@@ -368,7 +376,7 @@ def _predict_whole_state(
 
 @contextmanager
 def _without_side_effects(model: Any) -> Iterator[None]:
-    """Context manager that restores variables, generators and added losses."""
+    """Context manager that restores the model's variables, random generators and added losses."""
     values = [(variable, variable.numpy()) for variable in plain_variables(model)]
     # regularizers that run in a scope see only the scope's weights
     given = [
@@ -403,7 +411,10 @@ def _negate(leaf: Any) -> Any:
 
 
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
-    """Yield the batch, then copies with other masks, weights or ignored labels."""
+    """Yield the batch, then copies with other masks, weights or ignored labels.
+
+    With these, means over rows and over other units have different values.
+    """
     # Each is (x, y, outputs, weight). `call` is the model's call on `rows`. On the unchanged rows,
     # losses of different kinds may have the same value.
     x, y, weight = rows
@@ -419,13 +430,13 @@ def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[
 
 
 def _ramp(values: Any) -> Any:
-    """Return factors from 0.1 to 2, one for each row."""
+    """Return a factor for each row, from 0.1 for the first to 2 for the last."""
     # The factors' axes broadcast to `values`.
     return np.linspace(0.1, 2.0, len(values)).reshape(-1, *[1] * (len(values.shape) - 1))
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Replace a part of the labels by the ignored class."""
+    """Replace a part of each row's labels by the class that the loss ignores."""
     # A different number of labels is replaced in each row.
     # if rows have a single label, every third one is padding
     if y.ndim < 2 or y.shape[-1] < 2:
@@ -435,7 +446,7 @@ def _pad_labels(padding: int, y: Any) -> Any:
 
 
 def _with_other_masks(outputs: Tensors) -> Tensors:
-    """Return outputs whose masks differ from row to row."""
+    """Return outputs with other masks, which keep a different number of steps in each row."""
     # The masks select 1 time step of row 0, 2 of row 1, and so on.
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
     for leaf in keras.tree.flatten(changed):

@@ -1,11 +1,12 @@
-"""The engine `multiworker`: each process computes its own rows on one device.
+"""The engine `multiworker`: one process per device, and each computes its rows of a batch.
 
-Gradients are summed over the group (all-reduce). Clipping, loss scaling and gradient accumulation
-act on the whole batch's gradient, because model and optimizer are outside TensorFlow's strategy.
+Gradients are summed over the processes (all-reduce). Clipping, loss scaling and gradient
+accumulation act on the whole batch's gradient, because model and optimizer are outside TensorFlow's
+strategy.
 
 Outputs are sent together with the gradients. Each process then updates its metrics with the whole
 batch, so any metric is exact. If the outputs are too large, each process updates its metrics with
-its own rows, and the changes of the metrics' states are summed.
+its own rows, and the changes of the metrics' variables are summed.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
 class Workers:
-    """Engine in which each process computes its own rows of every batch.
+    """Engine for several processes, each of which computes its own rows of every batch.
 
     `rebalancing` changes the shares during training, or is None. `device` names this process's
     device in messages.
@@ -111,11 +112,11 @@ class Workers:
             self._labels_vary = tf.Variable(False, trainable=False)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return a context manager that does nothing."""
+        """Return a context manager that does nothing: each process has one device."""
         return nullcontext()
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Return a context manager that reports an error to the other processes."""
+        """Return a context manager that reports an exception to the other processes."""
         shared: AbstractContextManager[None] = self.group.failures.shared()
         return shared
 
@@ -136,7 +137,10 @@ class Workers:
         return True
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Return `train_on_batch`, `test_on_batch` and the methods that save files."""
+        """Return functions that replace methods of the model:
+
+        saving files and training on one batch.
+        """
         # the processes can share weights only if they exist before the first batch
         model, rank = self.model, self.group.rank
         return {
@@ -147,7 +151,7 @@ class Workers:
         }
 
     def _on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Run `train_on_batch` or `test_on_batch` on a model that has been built."""
+        """Run Keras' `train_on_batch` or `test_on_batch`, after the model's weights are created."""
         with self.sharing_failures():
             self.build(x)
             return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
@@ -176,9 +180,9 @@ class Workers:
         return int(self.group.sum_now([drawn])[0])
 
     def begin_fit(self, callbacks: Any) -> list[Any]:
-        """Return the callbacks to use on this process.
+        """Return the callbacks that `fit` uses in this process.
 
-        The next batch will be compared between processes.
+        Also, let the next batch be compared between the processes.
         """
         self.unchecked = True
         self._forget_data()
@@ -207,7 +211,9 @@ class Workers:
         return type(self.model).predict_step(self.model, data)
 
     def around_training(self, run: Steps) -> Steps:
-        """Wrap the train function: retries, data checks and rebalancing.
+        """Wrap Keras' train function:
+
+        retry after running out of memory, check data, change shares.
 
         Without passes, running out of memory raises DeviceError.
         """
@@ -241,11 +247,11 @@ class Workers:
         return train_and_check
 
     def around_tests(self, run: Steps) -> Steps:
-        """Wrap the test function, so that each step is one call."""
+        """Wrap Keras' test function, so that several steps aren't run as one graph."""
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run the steps of one execution in separate calls.
+        """Run the steps that Keras would run in one call separately.
 
         Raises StopIteration if there is no batch.
         """
@@ -267,9 +273,9 @@ class Workers:
         self._labels_vary.assign(False)
 
     def check_data(self, epoch_ends: bool = False) -> None:
-        """Raise RequestError if processes have had different batches.
+        """Raise RequestError if processes have been given different batches.
 
-        Inputs are compared at the end of an epoch, if labels couldn't show a difference.
+        At the end of an epoch, inputs are compared if labels couldn't show a difference.
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):
@@ -288,7 +294,7 @@ class Workers:
             )
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Print that a pass ran out of memory and is retried with fewer rows."""
+        """Print that a pass ran out of memory, and is tried again with fewer rows."""
         print_line(retreat.describe(self._named or self.group.device))
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
@@ -304,10 +310,10 @@ class Workers:
     def finish_passes(
         self, data: Tensors, before: dict[int, Any], began: Any, result: PassSums
     ) -> dict[str, Any]:
-        """Exchange the results of this process's passes and update the weights.
+        """Exchange the results of this process's passes with the others, and update the weights.
 
-        `before` has the states' values before the step, by id; `began` is the step's start as Unix
-        time.
+        `before` has the values that non-trainable variables had before the step, by id; `began` is
+        the step's start as Unix time. Returns the logs.
         """
         own = self.own_rows(data)
         digest = _digest(data)
@@ -328,7 +334,7 @@ class Workers:
         result: PassSums,
         starts: list[Any],
     ) -> dict[str, Any]:
-        """Exchange a step's results, update weights, states and metrics."""
+        """Exchange results with the other processes; update weights, variables and metrics."""
         # Return the logs. `own` are this process's rows, and `result` has their gradients, loss and
         # states. `digest` identifies the whole batch. `began` is the Unix time at which the step
         # began. `starts` has the values, from before the step, of the states in `result.updates`.
@@ -342,7 +348,7 @@ class Workers:
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
     def _compute_own_rows(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
-        """Compute loss and gradients of this process's rows."""
+        """Compute the loss and the gradients of this process's rows."""
         # Return the results, and the earlier values of the states that all processes change. The
         # earlier values are those from before the step.
         model = self.model
@@ -362,14 +368,14 @@ class Workers:
         ]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
-        """Return the non-trainable variables whose changes are summed over processes."""
+        """Return the non-trainable variables whose changes are summed over the processes."""
         found, states = self.kinds[True], self.model.non_trainable_variables
         kinds = kinds_of_states(self.model, found)
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
         return [(state, kind) for state, kind in every if adds_up(kind)]
 
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
-        """Return the contribution of this process's rows to the batch's loss."""
+        """Return how much this process's rows contribute to the loss of the whole batch."""
         # The parts of all processes add up to that loss. `batch` is (x, y, outputs, weight) of this
         # process's rows.
         found, part = self.kinds[training], _part(own)
@@ -390,7 +396,7 @@ class Workers:
         digest: Any,
         sent: list[Any],
     ) -> tuple[list[Any], Any]:
-        """Sum gradients, state changes and the loss over processes, and apply them."""
+        """Sum gradients, variables' changes and the loss over all processes; update the weights."""
         # Return the sums of `sent`, and the whole batch's loss. `changes` has a pair for each state
         # in `result.updates`: the value before the step, and the change by this process's rows.
         # `sent` are tensors that the metrics need.
@@ -420,7 +426,7 @@ class Workers:
         times: tuple[Any, Any],
         kind: Any,
     ) -> list[Any]:
-        """Sum tensors over processes, together with step times and hashes of the batch."""
+        """Sum tensors over all processes, and exchange step times and hashes of the batch too."""
         # `times` are the Unix times at which this process's step began and its tensors were ready.
         # compute times and batch digests travel in the same collective, converted to the type
         # `kind`
@@ -439,7 +445,7 @@ class Workers:
         return sums
 
     def _note_data(self, digest: BatchDigests, labels: Any, inputs: Any) -> None:
-        """Record whether another process has had different data."""
+        """Record whether the hashes show that another process has different data."""
         # `labels` and `inputs` are vectors with the digests of all ranks' labels and inputs.
         for other, seen in ((self._other, labels), (self._other_inputs, inputs)):
             other.assign(tf.maximum(other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))
@@ -475,19 +481,19 @@ class Workers:
 
 
 def _digest(data: Tensors) -> BatchDigests | None:
-    """Return a hash of the batch, or None if it can't differ between processes."""
+    """Return hashes of a batch, or None if its rows can't differ between processes."""
     # Processes compare the digests. `OwnRows` come from a batch that is the same in all processes.
     return None if isinstance(data, OwnRows) else digest_batch(data)
 
 
 def _part(own: OwnRows) -> Any:
-    """Return this process's fraction of the batch."""
+    """Return the rows of this process as a fraction of the batch."""
     # A filler row doesn't count.
     return tf.cast(own.size, tf.float64) / tf.cast(own.rows, tf.float64)
 
 
 def _own_batch(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
-    """Return x, y, outputs and weights of the rows that count."""
+    """Return inputs, labels, outputs and weights of this process's rows, without a filler row."""
     # Only x may have a filler row.
     x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
     return x, take_rows(y, own.size), outputs, take_rows(weight, own.size)
@@ -508,10 +514,11 @@ LARGEST_ROW = 1 << 16  # outputs with more bytes per row aren't sent
 
 
 class StepMetrics:
-    """Metrics of a step whose rows are spread over processes.
+    """Metrics of a training step whose rows are computed by several processes.
 
     Outputs are gathered, so that every process updates its metrics with the whole batch. If a row's
-    outputs are larger than 64 KiB, each process counts its own rows, and the states are summed.
+    outputs are larger than 64 KiB, each process counts its own rows, and the metrics' variables are
+    summed.
     """
 
     def __init__(
@@ -527,7 +534,7 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """Return this process's tensors to sum over all processes."""
+        """Return the tensors of this process that have to be summed over all processes."""
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
             if _row_bytes(outputs) <= LARGEST_ROW:
@@ -553,7 +560,7 @@ class StepMetrics:
         self._model.compute_metrics(*batch)
 
     def finish(self, sums: Sequence[Any], loss: Any, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """Update the metrics with the sums and return the logs."""
+        """Update the metrics with the tensors summed over all processes, and return the logs."""
         left = iter(sums)
         sent = [next(left) for _ in _leaves(self._outputs)]
         for state, before in self._gaining:
@@ -569,7 +576,7 @@ class StepMetrics:
 
 
 def _read(metrics: Any) -> list[tuple[Any, Any]]:
-    """Return the variables of metrics with their values."""
+    """Return each variable of some metrics, together with its value."""
     return [
         (state, tf.convert_to_tensor(state)) for metric in metrics for state in metric.variables
     ]
@@ -589,7 +596,7 @@ def _row_bytes(outputs: Tensors) -> float:
 
 
 def _leaves(outputs: Tensors) -> list[Any]:
-    """Return the output tensors and their masks."""
+    """Return a model's output tensors, then their masks, as a flat list."""
     # Keras attaches the masks.
     found: list[Any] = keras.tree.flatten(outputs)
     return found + [
@@ -598,7 +605,7 @@ def _leaves(outputs: Tensors) -> list[Any]:
 
 
 def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
-    """Return outputs with gathered tensors and masks in place of their own."""
+    """Return outputs like those given, made of gathered tensors and masks."""
     # `leaves` has these tensors and masks in the order of `_leaves`.
     left = iter(leaves)
     own = keras.tree.flatten(outputs)
@@ -611,7 +618,12 @@ def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
 
 @contextmanager
 def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
-    """Context manager: synchronized batch normalization uses the rows of all processes."""
+    """Context manager:
+
+    batch normalization uses the rows of all processes, if it is synchronized.
+
+    `size` is this process's row count.
+    """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def sum_all(*own: Any) -> tuple[list[Any], Callable[..., list[Any]]]:

@@ -1,4 +1,4 @@
-"""Runs a user's `train_step` around the engine's step."""
+"""Runs a `train_step` that the user's class defines, with the engine's step as its `super()`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _inner: ContextVar[Step] = ContextVar("_inner")  # the step that super().train_s
 
 
 class _EngineStep(keras.Model):  # type: ignore[misc]
-    """Base class with the engine's `train_step`."""
+    """Base class whose `train_step` is the engine's."""
 
     # The user's `super().train_step` calls this class's `train_step`, which runs the engine's step.
 
@@ -26,7 +26,10 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
 
 
 def _view(model: Any) -> Any:
-    """Return an object with the model's attributes whose `super().train_step` is the engine's."""
+    """Return an object like the model, but with the engine's step as `super().train_step`.
+
+    It shares the model's attributes.
+    """
     # The user's `train_step` runs on the view. View and model share their attributes, so what the
     # step sets on the view is also set on the model.
     kind = type(model)
@@ -38,7 +41,7 @@ def _view(model: Any) -> Any:
 
 
 class OwnTrainStep:
-    """The user's `train_step`, whose call of `super().train_step` runs the engine's step."""
+    """Runs the user's `train_step`; its call of `super().train_step` runs the engine's step."""
 
     def __init__(self, model: Any, step: Step) -> None:
         self._model = model

@@ -1,11 +1,11 @@
-"""Combine the losses, states and attributes of a batch's parts.
+"""Rules for combining losses, variables and attributes that parts of a batch have computed.
 
-The kind of a value says how: as a mean weighted by rows, as a sum, and so on. `measure_kinds.py`
-determines a model's kinds.
+The kind of a value says how to combine it: as a mean weighted by rows, as a sum, and so on.
+`measure_kinds.py` finds a model's kinds.
 
-The whole batch's loss can't simply be computed at once. The activations of a pass are freed before
-the next pass. Processes would have to wait for each other between their forward and backward
-passes.
+The whole batch's loss can't simply be computed at once. The activations of a gradient-accumulation
+pass are freed before the next pass. Processes would have to wait for each other between their
+forward and backward passes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OTHER = ""  # none of these kinds
 
 
 class PartKinds(msgspec.Struct, frozen=True):
-    """How the parts of a batch combine: as means over rows or other units, or as sums.
+    """How values of a batch's parts are combined: as means over rows or other units, or as sums.
 
     - `loss`: the compiled loss; "" if unknown.
     - `added`: each loss that layers add.
@@ -42,19 +42,27 @@ class PartKinds(msgspec.Struct, frozen=True):
     merged: tuple[int, ...] = ()
 
     def added_kind(self, place: int) -> str:
-        """Return how an added loss combines; "rows" if it wasn't measured."""
+        """Return how the loss added by a layer is combined; "rows" if that wasn't measured.
+
+        `place` is the loss's index.
+        """
         return self.added[place] if place < len(self.added) else ROWS
 
 
 def main_part(kind: str, part: Any) -> Any:
-    """Return a part's weight: 1 for sums (0 without rows), else its fraction of the rows."""
+    """Return the weight of a part's value when the parts of a batch are added up.
+
+    `part` is the part's fraction of the rows, and is the weight of a mean. For a sum, the weight is
+    1, or 0 for a part without rows.
+    """
     return tf.cast(part > 0, part.dtype) if kind == SUM else part
 
 
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-    """Return the counts of units that a loss may be a mean over: steps, labels and weights.
+    """Count what a loss may be averaged over instead of rows: time steps, labels and weights.
 
-    Only units that occur in the tensors are counted.
+    The counts are of these rows: the steps that a mask keeps, the labels that aren't ignored, and
+    the sum of the sample weights. The dict has only the units that occur here.
     """
     found = {}
     masks = [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(outputs)]
@@ -70,7 +78,7 @@ def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]
 
 
 def _spread(weight: Any, mask: Any) -> Any:
-    """Return the weights multiplied by the mask, one for each step."""
+    """Return the sample weights for each time step, 0 where the mask excludes a step."""
     if mask is None:
         return weight
     if weight.shape.rank == 1:

@@ -1,8 +1,9 @@
-"""Micro-batches (passes) of a device's rows.
+"""Gradient-accumulation passes (micro-batches) of the rows that a device computes.
 
-Each pass runs the forward and backward computation on some of the rows. Then gradients and states
-are combined. Losses are exact if they are means or sums over rows. The passes are a loop in the
-graph, so memory holds the activations of one pass, and one trace serves any number of passes.
+Each pass runs the forward and backward computation on some of the rows. Then gradients and
+non-trainable variables are combined. Losses are exact if they are means or sums over rows. The
+passes are a loop in the graph, so memory holds the activations of one pass, and one trace serves
+any number of passes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices dr
 
 
 class StateUpdate(NamedTuple):
-    """New value of a variable, and how it combines with the values of other parts."""
+    """A variable's value after a part of the batch, and the rule to combine it with other parts."""
 
     state: Any
     value: Any
@@ -43,7 +44,7 @@ class StateUpdate(NamedTuple):
 
 
 class StepStates:
-    """Non-trainable variables and metrics in a step whose batch is computed in parts."""
+    """Combines non-trainable variables and metrics over the parts (devices, passes) of a batch."""
 
     def __init__(self, model: Any, kinds: PartKinds) -> None:
         self._kinds = kinds_of_states(model, kinds)
@@ -57,7 +58,7 @@ class StepStates:
         self._counted: dict[int, Any] = {}  # values of metrics after the previous devices
 
     def starts(self, device: int, apart: bool = True) -> list[tuple[Any, Any]]:
-        """Return the value that each variable has when a device begins.
+        """Return pairs of a variable and the value with which a device begins its rows.
 
         Random seeds differ between devices. With `apart`, metrics start from 0 on each device.
         """
@@ -73,7 +74,7 @@ class StepStates:
         return starts
 
     def update(self, state: Any, value: Any) -> StateUpdate:
-        """Return the update of a variable after all passes of a device."""
+        """Return a variable's value after a device's passes, with the rule to combine it."""
         if id(state) in self._losses:
             return StateUpdate(state, value, AVERAGED)
         if self._counts(state):
@@ -81,14 +82,14 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _counts(self, state: Any) -> bool:
-        """Return whether the variable belongs to a metric other than a loss tracker."""
+        """Return whether the variable belongs to a metric, other than one that tracks a loss."""
         # A loss tracker is a metric that tracks a single output's loss.
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
         self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any
     ) -> Any:
-        """Return the combined value of a variable after one more pass.
+        """Combine a variable's value from one more pass with the value from the earlier passes.
 
         - `before`: combined value after the earlier passes.
         - `start`, `new`: value at the start and at the end of this pass.
@@ -105,7 +106,10 @@ class StepStates:
         return before + (new - start) * tf.cast(main_part(kind, part), new.dtype)
 
     def restarts_each_pass(self, state: Any) -> bool:
-        """Return whether each pass starts from the value before the step."""
+        """Return whether each pass starts with the variable's value from before the step.
+
+        Otherwise, it starts with the value after the previous pass.
+        """
         if id(state) in self._metrics:
             return id(state) in self._losses
         return self._kinds[id(state)] != CHAINED
@@ -113,7 +117,10 @@ class StepStates:
     def collect_updates(
         self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any
     ) -> list[StateUpdate]:
-        """Return the updates of variables that a call in `scope` has assigned."""
+        """Return the new values of the variables that the model's call in `scope` has assigned.
+
+        `size` is the device's row count, which may be 0.
+        """
         found = []
         for state, begin in starts:
             new = scope.get_current_value(state)
@@ -128,7 +135,7 @@ class StepStates:
 
 
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
-    """Assign the combined values of several devices.
+    """Combine the values that several devices computed for variables, and assign the results.
 
     `calls` are pairs of a device's fraction of the batch and its updates.
     """
@@ -150,20 +157,22 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
 
 
 def adds_up(kind: str) -> bool:
-    """Return whether changes of this kind are summed, possibly with weights."""
+    """Return whether a variable of this kind is combined by adding the parts' changes."""
     return kind in (ROWS, SUM)
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """Return a part's contribution to a variable's change since `start`.
+    """Return how much some rows of a batch contribute to the change of a variable.
 
-    `part` is its fraction of the rows.
+    The contributions of all parts of the batch add up to the change. `update` has the variable's
+    value after these rows, `start` its value before the step, and `part` is their fraction of the
+    batch.
     """
     return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
 
 
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return how each non-trainable variable combines, by id."""
+    """Return the rule by which each non-trainable variable is combined from parts, by `id()`."""
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
         unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME
@@ -172,12 +181,12 @@ def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
 
 
 def is_seed(state: Any) -> bool:
-    """Return whether the variable is the state of a Keras SeedGenerator."""
+    """Return whether the variable is the state of one of Keras' random generators."""
     return bool(state.name == SEED_NAME)
 
 
 class PassSums(NamedTuple):
-    """Combined results of a device's passes."""
+    """Combined results of all gradient-accumulation passes of a device."""
 
     outputs: Tensors  # for all rows
     loss: Any  # contribution of these rows to the batch's mean
@@ -187,7 +196,7 @@ class PassSums(NamedTuple):
 
 
 class DevicePasses:
-    """Computes a device's rows in passes, as a loop in a TensorFlow graph.
+    """Computes a device's rows in gradient-accumulation passes, as a loop in a TensorFlow graph.
 
     `number` is the device's index, `size` its row count, and `rows` the row count of the batch.
     """
@@ -217,7 +226,7 @@ class DevicePasses:
         self._reached: list[int] = []  # indices of the trainable weights with a gradient
 
     def run(self, passes: Any) -> PassSums:
-        """Run the passes and return their combined results."""
+        """Compute the device's rows in `passes` passes, and return their combined results."""
         with tf.device(HOST):
             passes, first = tf.maximum(passes, 1), tf.zeros([], tf.int64)
             slots = tf.cast(passes, tf.int32)
@@ -267,7 +276,7 @@ class DevicePasses:
         return PassSums(joined, total, gradients, self._updates(values))
 
     def _run_pass(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Compute the loss and gradients of rows `start` to `stop`."""
+        """Compute one pass: the loss and the gradients of rows `start` to `stop`."""
         # Return the outputs, the contribution to the loss, the gradients and the states' new
         # values. This function is traced once. `values` are the states' values after the previous
         # passes.
@@ -304,7 +313,7 @@ class DevicePasses:
             )
 
     def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return the value that each variable has at the start of a pass."""
+        """Return pairs of a variable and the value with which the next pass starts."""
         # `values` are the states' values after the previous pass.
         pairs = zip(self._starts, values, strict=True)
         return [
@@ -315,7 +324,7 @@ class DevicePasses:
     def _states_after_pass(
         self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
     ) -> list[Any]:
-        """Return the variables' combined values after a pass."""
+        """Return the variables' values, with the changes by one more pass included."""
         # The pass has `count` rows and begins at row `start`. `values` are the states' values after
         # the previous passes. `states` has pairs of a state and the value from which this pass
         # started. `scope` has the values that this pass assigned.

@@ -1,4 +1,4 @@
-"""Changes the shares of a group of processes while a Keras model trains.
+"""Moves rows between the processes that train a Keras model if another division is faster.
 
 Work times are measured in the step's graph and sent with the all-reduce of the gradients. All
 processes thus see the same times after the same step, and make the same change.
@@ -21,7 +21,7 @@ from ..training.rebalance import Rebalancer, name_devices
 
 
 class ChangingCut(Cut):
-    """Division of batches whose shares can change without tracing again."""
+    """Division of each batch among devices; shares can change without tracing the step again."""
 
     # the shares are variables, so a traced step uses their current values
 
@@ -32,7 +32,10 @@ class ChangingCut(Cut):
             self._most = tf.Variable(tf.constant(micros or shares, tf.int64), trainable=False)
 
     def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
-        """Use these shares from the next step on; `micros` are the largest passes in rows."""
+        """Use other shares from the next step on.
+
+        `shares` are rows per device, and `micros` the rows of each device's largest pass.
+        """
         # the traced step of such a cut has no passes
         self.weights = tuple(shares)
         self.total = sum(shares)
@@ -41,12 +44,12 @@ class ChangingCut(Cut):
         self._most.assign(tf.constant(micros or shares, tf.int64))
 
     def passes(self, device: int, rows: Any) -> Any:
-        """Return how many passes `rows` rows need on a device."""
+        """Return how many passes a device needs for `rows` rows, as a tensor."""
         with tf.device("CPU:0"):
             return -(-rows // self._most[device])
 
     def bounds(self, rows: Any) -> list[Any]:
-        """Return the first row of each device, then the row count."""
+        """Return the first row of each device in a batch of `rows` rows, then `rows`."""
         if isinstance(rows, int):
             return super().bounds(rows)
         total = self._edges[-1]
@@ -64,7 +67,7 @@ HOST = "CPU:0"
 
 
 class GroupStep(NamedTuple):
-    """Times of one step in a group of processes, in seconds."""
+    """How long one training step took in each process, in seconds."""
 
     number: int
     rows: int  # rows of the whole batch
@@ -73,7 +76,7 @@ class GroupStep(NamedTuple):
 
 
 class WorkTimes:
-    """Keeps the times of the latest 25 steps of all processes."""
+    """Keeps how long each process computed in the latest 25 steps, in variables of the graph."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -83,7 +86,7 @@ class WorkTimes:
             self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 2 + size], tf.float64), trainable=False)
 
     def now(self, tensors: Sequence[Any]) -> Any:
-        """Return the Unix time at which all of `tensors` have been computed."""
+        """Return the Unix time at which all of `tensors` have been computed, as a tensor."""
         with tf.control_dependencies(tensors):
             # on the tensor's device, which computes in order
             last = tf.reshape(tensors[-1], [-1])[:1]
@@ -91,12 +94,18 @@ class WorkTimes:
             return tf.timestamp()
 
     def spread(self, own_work_s: Any, kind: Any) -> Any:
-        """Return a vector with this process's value at its rank and 0 elsewhere."""
+        """Return a vector with this process's value at its rank and 0 elsewhere.
+
+        The sum over all processes then has the value of each. `kind` is the vector's dtype.
+        """
         # summed over the processes, the vector has the values of all of them
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 
     def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
-        """Store a step's row count and times, in seconds."""
+        """Store a step's row count and its times: work of each process, and waiting of this one.
+
+        All times are in seconds.
+        """
         with tf.device(HOST):
             own = tf.stack([tf.cast(rows, tf.float64), met_s])
             row = tf.concat([own, tf.cast(own_works, tf.float64)], 0)
@@ -120,7 +129,7 @@ FEWEST_STEPS = 3  # minimum number of steps with full batches in a window
 
 
 class GroupRebalancer:
-    """Moves rows between processes according to their measured work times."""
+    """Decides from measured work times when processes should get other shares of the rows."""
 
     def __init__(self, cut: ChangingCut, shares: Sequence[Share], rank: int) -> None:
         curves = read_curves(shares) if shares else proportional_curves(cut.weights)
@@ -132,9 +141,10 @@ class GroupRebalancer:
         self._next = 0  # the first step of the next window
 
     def after_steps(self, steps: int, times: WorkTimes) -> None:
-        """Change the shares if the latest steps show that other shares would be faster.
+        """Change the shares if the latest steps show that others would be faster.
 
-        All processes see the same times, so they make the same change.
+        `steps` is how many steps have run since the last call. All processes see the same times, so
+        they make the same change.
         """
         self._steps += steps
         if self._steps < WINDOW_STEPS:

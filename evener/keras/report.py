@@ -52,7 +52,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._counted, self._ended = 0, 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Report the rows of the latest step or steps."""
+        """Report the rows of the steps since the last report."""
         if self._is_another_rank():
             return
         counted = self._count_rows(batch + 1)
@@ -83,7 +83,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._reporter.close()
 
     def _is_another_rank(self) -> bool:
-        """Return whether another process reports for this one."""
+        """Return whether this process leaves reporting to the first process of its group."""
         # The first process of a group reports for all.
         split = self._split
         return split is not None and split.group is not None and split.group.rank > 0
@@ -109,14 +109,14 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """Return the total times spent in each part of the steps, in seconds."""
+        """Return the total seconds of all steps so far, by activity, such as waiting for input."""
         # The sums are empty before the model has the hooks of a split. A part of a step is, for
         # example, the wait for input.
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole
 
     def _promised(self) -> float:
-        """Return the plan's samples/s for this batch size; 0 if there are none."""
+        """Return the samples/s that the plan predicts; 0 if it doesn't for this batch size."""
         split = self._split
         if split is None or split.plan is None:
             return 0.0
@@ -125,7 +125,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return plan.throughput.samples_per_second if same else 0.0
 
     def _count_rows(self, steps: int) -> int:
-        """Return the rows in this many steps of the epoch; 0 if unknown."""
+        """Return the rows in the first `steps` steps of an epoch; 0 if unknown."""
         hooks = getattr(self.model.fit, "hooks", None)
         own = self._split.global_batch if self._split is not None else self._rows
         batch = getattr(hooks, "batch", None) or own or 0
@@ -133,7 +133,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return steps * batch if samples is None else min(steps * batch, samples)
 
     def _devices(self) -> Any:
-        """Return the devices that train, or () without a split."""
+        """Return the devices that train the model; () if the report has no split."""
         # () also if a group trains without a plan
         split = self._split
         if split is None:

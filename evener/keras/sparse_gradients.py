@@ -1,4 +1,4 @@
-"""Sparse gradients, such as the gradient of an embedding table.
+"""Adds up sparse gradients, such as that of an embedding table, over passes and processes.
 
 A sparse gradient consists of slices, one for each use of a table row. Keras' optimizers square and
 clip each slice separately. If the slices were summed first, the model would learn something else.
@@ -31,7 +31,7 @@ WITHOUT_REPEATS = (  # operations whose indices occur once
 
 
 def has_each_row_once(gradient: Any) -> bool:
-    """Return whether a sparse gradient has at most one slice for each row."""
+    """Return whether a gradient is sparse and has at most one slice for each table row."""
     return (
         isinstance(gradient, tf.IndexedSlices)
         and _find_source(gradient.indices).type in WITHOUT_REPEATS
@@ -39,7 +39,7 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """Return whether the gradient concatenates lookups, any of them with unique indices."""
+    """Return whether a sparse gradient joins several lookups, at least one with unique rows."""
     return isinstance(gradient, tf.IndexedSlices) and _joins_look_ups(gradient.indices)
 
 
@@ -54,7 +54,7 @@ def _joins_look_ups(indices: Any) -> bool:
 
 
 def _find_source(indices: Any) -> Any:
-    """Return the operation that computes the indices."""
+    """Return the graph operation that computes the indices of a sparse gradient."""
     made = indices.op
     while made.type in SAME_VALUES:
         made = made.inputs[0].op
@@ -62,7 +62,7 @@ def _find_source(indices: Any) -> Any:
 
 
 def merge_slices(gradients: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Add up slices of the same row in the sparse gradients at `places`."""
+    """Add up slices of the same table row, in the sparse gradients at the indices `places`."""
     return [
         _merge(gradient) if place in places and isinstance(gradient, tf.IndexedSlices) else gradient
         for place, gradient in enumerate(gradients)
@@ -76,7 +76,7 @@ def _merge(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def without_filler(gradient: Any, rows: Any) -> Any:
-    """Remove all slices of a sparse gradient if the device has no rows."""
+    """Remove all slices of a sparse gradient if the device has no rows but a filler row."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     count = tf.where(rows > 0, tf.shape(gradient.indices, tf.int64)[0], 0)
@@ -84,7 +84,7 @@ def without_filler(gradient: Any, rows: Any) -> Any:
 
 
 def spec_of(tensor: Any) -> Any:
-    """Return the spec of a tensor or of a sparse gradient with any number of slices."""
+    """Return the spec of a tensor, or of a sparse gradient with any number of slices."""
     if not isinstance(tensor, tf.IndexedSlices):
         return tf.TensorSpec(tensor.shape, tensor.dtype)
     shape = tf.TensorShape([None, *tensor.values.shape[1:]])
@@ -94,7 +94,10 @@ def spec_of(tensor: Any) -> Any:
 
 
 def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Replace a missing gradient by zeros if another process has one."""
+    """Replace gradients that are None here but not in another process by zeros.
+
+    Otherwise, the processes would all-reduce tensors of different lengths, and hang.
+    """
     # Python code may choose weights by a process's own rows. Without the zeros, processes would sum
     # tensors of different lengths and wait for each other forever.
     sparse = [float(isinstance(each, tf.IndexedSlices)) for each in gradients]
@@ -117,14 +120,14 @@ def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any
 
 
 class PassGradient:
-    """Accumulates one weight's gradient over passes; sparse ones are concatenated."""
+    """Adds up one weight's gradient over passes; the slices of a sparse one are concatenated."""
 
     def __init__(self, weight: Any, of_one_pass: Any) -> None:
         self._weight = weight
         self._one = of_one_pass
 
     def begin(self, slots: Any) -> Any:
-        """Return the initial value for `slots` passes."""
+        """Return the value to start from, with room for `slots` passes."""
         if not isinstance(self._one, tf.IndexedSlices):
             return tf.zeros_like(self._weight)
         return [
@@ -135,7 +138,7 @@ class PassGradient:
         ]
 
     def add(self, before: Any, gradient: Any, slot: Any) -> Any:
-        """Return the value after another pass."""
+        """Return the value after another pass with this gradient; `slot` is the pass's index."""
         if not isinstance(gradient, tf.IndexedSlices):
             summed = before + gradient
             summed.set_shape(before.shape)  # unknown if an axis of length 1 meets an open one
@@ -144,7 +147,7 @@ class PassGradient:
         return [array.write(slot, leaf) for array, leaf in zip(before, leaves, strict=True)]
 
     def finish(self, after: Any) -> Any:
-        """Return the accumulated gradient."""
+        """Return the gradient of all passes together."""
         if not isinstance(self._one, tf.IndexedSlices):
             return after
         values, indices = (array.concat() for array in after)
@@ -152,7 +155,7 @@ class PassGradient:
 
 
 class SharedSlices:
-    """Exchanges sparse gradients between processes by sums of padded tensors."""
+    """Gathers the slices of sparse gradients from all processes, by sums of padded tensors."""
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:
         self._gradients = gradients
@@ -172,7 +175,7 @@ class SharedSlices:
             self._totals.append(total)
 
     def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
-        """Return the gradients with the slices of all processes."""
+        """Return the gradients with the slices of all processes, given the sums."""
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [
             tf.IndexedSlices(values[:total], indices[:total], gradient.dense_shape)
@@ -183,7 +186,7 @@ class SharedSlices:
 
 
 class SharedGradients:
-    """Exchanges dense and sparse gradients between processes; a gradient may be None."""
+    """Adds up dense and sparse gradients over all processes; a gradient may be None."""
 
     def __init__(self, gradients: Sequence[Any]) -> None:
         self._count = len(gradients)
@@ -199,13 +202,13 @@ class SharedGradients:
         self._slices: Any = None
 
     def prepare(self, group: Any) -> list[Any]:
-        """Return the tensors to sum over all processes."""
+        """Return the tensors of this process that have to be summed over all processes."""
         # dense gradients from the last layer to the first, as the backward pass computes them
         self._slices = SharedSlices(group, list(self._sparse.values()))
         return [*self._slices.own, *reversed(self._dense.values())]
 
     def join(self, sums: Sequence[Any]) -> list[Any]:
-        """Return the summed gradients in their original order; None stays None."""
+        """Return the gradients of the whole batch, given the sums; None stays None."""
         end = len(self._slices.own)
         joined = self._slices.join(sums[:end])
         whole = dict(zip(self._sparse, joined, strict=True))

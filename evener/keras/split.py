@@ -90,7 +90,7 @@ class Split:
             self._warn_of_engine(self.plan.layout.engine)
 
     def _check_processes(self) -> None:
-        """Raise an error if the group's size differs, or if a device is missing."""
+        """Raise an error unless there is one process per device, or each device is present."""
         if self.engine == "multiworker" and len(self.devices) != self.required_group.size:
             raise RequestError(
                 f"TF_CONFIG names {self.required_group.size} processes, the split"
@@ -125,7 +125,7 @@ class Split:
         return changing
 
     def _warn_of_engine(self, measured: str) -> None:
-        """Warn if the plan was measured with another engine."""
+        """Warn if the plan was measured with another engine, because speed may differ."""
         # The samples/s then differ from the plan's.
         if self.why == ONE_PROCESS:
             warn(
@@ -143,11 +143,11 @@ class Split:
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which to create the model and its optimizer."""
+        """Return the context manager in which to create the model and its optimizer."""
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
-        """Make a model train on the split's devices, and return it.
+        """Make a model train on the split's devices, and return the model.
 
         `make_model` is a compiled model, or a function that returns one and is called within
         `scope()`.
@@ -254,7 +254,7 @@ class Split:
 
     @property
     def required_group(self) -> Group:
-        """The group of processes. Raises RequestError if this is a single process."""
+        """The processes that train together. Raises RequestError in a single process."""
         if self.group is None:
             raise RequestError(
                 "engine='multiworker' needs a process for each device.",
@@ -263,7 +263,7 @@ class Split:
         return self.group
 
     def _make_engine(self, model: Any) -> Engine:
-        """Return the engine for a model."""
+        """Return the engine that runs the steps of a model."""
         if self.engine == "solo":
             return Solo(model, self.devices, self.cut)
         if self.engine == "towers":
@@ -287,7 +287,7 @@ class Split:
         ratios: Sequence[float] | None,
         global_batch: int | None,
     ) -> tuple[tuple[str, ...], Cut, int | None]:
-        """Return the devices, the division of batches and the global batch."""
+        """Return the devices, how batches are divided among them, and the global batch in rows."""
         # The global batch is None if neither the plan nor the caller specifies it.
         if self.plan is None:
             chosen = (
@@ -301,7 +301,7 @@ class Split:
     def _divide_by_plan(
         self, plan: Plan, global_batch: int | None
     ) -> tuple[tuple[str, ...], Cut, int]:
-        """Return the plan's devices, division of batches and global batch."""
+        """Return the plan's devices, how it divides batches, and the global batch in rows."""
         active = plan.layout.active
         size = plan.layout.global_batch
         if global_batch is not None:
@@ -318,7 +318,11 @@ class Split:
         return tuple(share.device for share in self.rank_shares), cut, size
 
     def _check_against_plan(self, model: Any) -> None:
-        """Warn, or raise PlanError if strict, if the plan was made for other conditions."""
+        """Check that the plan was made for this model, framework and hardware.
+
+        Differences raise PlanError if `strict` is set or the framework is another one, and are
+        warnings otherwise.
+        """
         plan = self.plan
         if plan is None:
             return
@@ -349,7 +353,7 @@ class Split:
 
 
 def _warn_of_limits(plan: Plan) -> None:
-    """Warn if devices had limits when the plan was measured."""
+    """Warn if the plan was measured with limits on devices, such as less memory."""
     # A limit is, for example, the memory in `gpu:0@24GiB`.
     # this training has no such limits, so another split may be faster
     limited = ", ".join(
@@ -375,7 +379,10 @@ def _check_arguments(engine: str, noise: bool) -> None:
 
 
 def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan | None:
-    """Return the plan. Raises RequestError unless exactly one source of devices is given."""
+    """Return the plan, or None if devices are given instead of one.
+
+    Raises RequestError unless exactly one source of devices is given.
+    """
     # Return None if devices are given instead.
     if not isinstance(plan, Plan) and gpus is None and devices is None:
         plan = launched_plan(plan)
@@ -394,7 +401,10 @@ def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan
 def _choose_engine(
     asked: str, plan: Plan | None, group: Group | None, is_whole: bool
 ) -> tuple[str, str]:
-    """Return the name of the engine, and the reason for it."""
+    """Return the name of the engine to use, and the reason for the choice.
+
+    `is_whole` says that one device computes the whole batch at once.
+    """
     # `asked` is the requested engine. `is_whole` is True if one device computes each batch in one
     # pass.
     if asked != "auto":
@@ -409,14 +419,17 @@ def _choose_engine(
 
 
 def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
-    """Return a division of batches in which devices may compute their shares in passes."""
+    """Return a division of batches in which each device may need several passes for its share.
+
+    `micros` are the rows of each device's largest pass.
+    """
     # `micros` has the maximum rows per pass of each device.
     # without passes if each share is a single one
     return Cut(shares, micros=() if micros == shares else micros)
 
 
 def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
-    """Return a division of batches by ratios.
+    """Return a division of batches among devices by relative shares; equal ones by default.
 
     Raises RequestError if there isn't one positive ratio for each device.
     """

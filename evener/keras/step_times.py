@@ -1,4 +1,4 @@
-"""Times of Keras' training steps: waiting for input, computing, and in between.
+"""Measures what a Keras training step spends its time on: input, computing, or in between.
 
 The step's graph records when its rows are available. Time between two calls of the train function
 counts as callbacks; validation, saving files and evener's own checks are left out.
@@ -27,7 +27,7 @@ Steps = Callable[[Any], Any]  # Keras' train function, which takes an iterator o
 
 
 class FitStep(NamedTuple):
-    """Times of one training step, in seconds."""
+    """How long one training step waited for input, computed, and took in between, in seconds."""
 
     input_s: float  # 0 if Keras runs several steps in one call
     work_s: float  # from the arrival of the rows until the call returns
@@ -40,7 +40,7 @@ class FitStep(NamedTuple):
 
 
 class StepTimes:
-    """Measures the steps of `fit`, after a few warm-up steps.
+    """Measures the training steps of `fit`, except the first few (warm-up).
 
     Validation and saving files count separately.
     """
@@ -57,7 +57,7 @@ class StepTimes:
         self._apart: dict[str, float] = {}  # seconds spent since the last step's end, by activity
 
     def note_rows(self, data: Any) -> None:
-        """Record in the step's graph when its rows are available."""
+        """Let the step's graph record when a batch's rows are available."""
         self._notes = True
         every = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in every if leaf is not None]
@@ -65,12 +65,12 @@ class StepTimes:
             self._ready.assign(tf.timestamp())
 
     def begin(self) -> None:
-        """Start a new `fit`, with warm-up steps."""
+        """Start measuring a new call of `fit`, which begins with warm-up steps."""
         self._left_out = WARM_STEPS
         self._ended_s = 0.0
 
     def around_call(self, run: Steps) -> Steps:
-        """Wrap the train function to record when Keras calls it."""
+        """Wrap the train function to record when Keras calls it, before evener's checks."""
         # so these checks don't count as callbacks
 
         def run_called(batches: Any) -> Any:
@@ -80,7 +80,7 @@ class StepTimes:
         return run_called
 
     def around_steps(self, run: Steps, steps: Callable[[], int]) -> Steps:
-        """Wrap the train function to measure its steps; `steps()` is their number in a call."""
+        """Wrap the train function to measure its steps; `steps()` is how many it runs per call."""
 
         def run_timed(batches: Any) -> Any:
             began_s = time.time()
@@ -92,7 +92,10 @@ class StepTimes:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """Context manager for "validation" or "files", which don't count as part of a step."""
+        """Context manager: the time spent in it counts as `name`, not as part of a step.
+
+        `name` is "validation" or "files".
+        """
         began_s = time.time()
         try:
             yield
@@ -130,7 +133,7 @@ class StepTimes:
         return self.sums.whole.input_s if self._notes else None
 
     def medians(self) -> FitStep:
-        """Return the medians of the latest steps; zeros before the first."""
+        """Return the median seconds of each activity in the latest steps; zeros before any step."""
         if not self.kept:
             return FitStep(0.0, 0.0, 0.0)
         return FitStep(*(median(each) for each in zip(*self.kept, strict=True)))

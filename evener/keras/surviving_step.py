@@ -1,9 +1,9 @@
-"""A step that continues if memory runs out in one of its passes.
+"""A training step that continues if memory runs out in a gradient-accumulation pass.
 
 The step has two graphs. The first runs the passes. The second sums over the processes and updates
 the weights.
 
-If memory runs out in the first graph, the states are restored, and the graph runs again with more
+If memory runs out in the first graph, variables are restored, and the graph runs again with more
 passes. Meanwhile, the other processes wait in the all-reduces of the second graph.
 """
 
@@ -29,7 +29,7 @@ TOO_LONG = "larger than max"  # gRPC reports messages that are too long as Resou
 
 
 class SurvivingStep:
-    """Training step in which a process computes its rows in passes, and retries failed ones.
+    """Training step that computes this process's rows in passes, and retries if memory runs out.
 
     `limit` counts retries; with None, an error is raised at once. `report_retry` is called for each
     retry.
@@ -76,7 +76,7 @@ class SurvivingStep:
             ) from None
 
     def _run_with_retries(self, data: Tensors, before: list[Any]) -> Any:
-        """Run the passes; if memory runs out, restore the states and use smaller passes."""
+        """Run the passes; if memory runs out, restore the variables and try smaller passes."""
         # `before` has the states' values before the step, which are restored for a retry.
         cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
         size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
@@ -105,7 +105,7 @@ class SurvivingStep:
         self._report_retry(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
 
     def _trace_graphs(self, spec: Any, data: Tensors) -> None:
-        """Trace the graphs for this type of batch."""
+        """Trace both graphs of the step for this type of batch, unless they are traced already."""
         # They may already be traced for that type. If `spec` is None, the type of the batch `data`
         # is used, with any number of rows.
         spec = tf.nest.map_structure(open_rows, data) if spec is None else spec
@@ -125,7 +125,7 @@ class SurvivingStep:
         self._spec = spec
 
     def as_one(self, data: Tensors) -> dict[str, Any]:
-        """Run the step within a graph that is being traced, without retries."""
+        """Run passes and weight update within a graph that is being traced, without retries."""
         self._states = list_states(self._engine.model)
         before = [tf.convert_to_tensor(state) for state in self._states]
         own = self._engine.own_rows(data)
@@ -188,7 +188,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_memory(device: str) -> str:
-    """Return how much memory the training holds, as text."""
+    """Return a phrase for error messages: how much memory the training holds on the device."""
     if not device.startswith("GPU"):
         return "the memory of this machine's CPU"
     held = tf.config.experimental.get_memory_info(device)

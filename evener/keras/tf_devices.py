@@ -1,4 +1,4 @@
-"""TensorFlow's names of devices: of a plan, of the driver, and of the user."""
+"""Translates names of devices between TensorFlow, the driver, the plan and the user."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_present(names: Sequence[str]) -> None:
 
 
 def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
-    """Return a sentence for each GPU that is another product than in the plan."""
+    """Return a sentence for each GPU that isn't the model of GPU that the plan was made for."""
     gpus = {
         short_name(gpu.name).removeprefix("physical_device:"): gpu
         for gpu in tf.config.list_physical_devices("GPU")

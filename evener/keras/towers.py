@@ -1,4 +1,4 @@
-"""The engine `towers`: one process and one graph for all devices.
+"""The engine `towers`: one process and one graph train a model on several devices.
 
 Each device runs the model on its own rows, with a copy of the weights (a tower). The first device
 gets all outputs, and computes the loss and the metrics of the whole batch. Each device then gets
@@ -42,7 +42,7 @@ from .sparse_gradients import merge_slices
 
 
 class Tower(NamedTuple):
-    """Forward pass of one device's rows."""
+    """Forward pass of the model on one device's rows."""
 
     outputs: Tensors
     losses: list[Any]  # losses from activity regularizers and add_loss
@@ -54,7 +54,10 @@ class Tower(NamedTuple):
     attributes: Leaves  # tensors that the call stored in attributes
 
     def heads(self) -> list[Any]:
-        """Return the tensors from which gradients flow back into this device."""
+        """Return the tensors of this device on which the loss depends.
+
+        Their gradients are sent back to the device.
+        """
         logits = [logits_of(leaf) for leaf in keras.tree.flatten(self.outputs)]
         every = [
             *_floats(self.outputs),
@@ -66,10 +69,11 @@ class Tower(NamedTuple):
 
 
 class Towers(OneProcess):
-    """Engine in which one process runs the model on several devices.
+    """Engine in which one process trains a model on several devices.
 
-    Each device computes the outputs of its rows. The loss is computed from all outputs on the first
-    device, unless passes are used.
+    Each device computes the outputs of its rows. The loss of the whole batch is computed from all
+    outputs on the first device. If the plan divides a share into gradient-accumulation passes, each
+    pass has its own loss instead.
     """
 
     name = "towers"
@@ -90,7 +94,7 @@ class Towers(OneProcess):
         return self.train_on_pieces(self.pieces(x, assigned), count_rows(x), x, y, weight, assigned)
 
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """Train on a batch whose rows each device computes in passes."""
+        """Train on a batch whose rows each device computes in gradient-accumulation passes."""
         # each pass has its own loss: the whole batch's outputs aren't known before its backward
         # pass
         model, rows = self.model, count_rows(x)
@@ -123,10 +127,10 @@ class Towers(OneProcess):
         weight: Any,
         assigned: AssignedArrays | None = None,
     ) -> dict[str, Any]:
-        """Train on each device's inputs and return the logs.
+        """Train on a batch that has been cut into the devices' parts, and return the logs.
 
-        `pieces` are the inputs and row counts; `rows`, `x`, `y` and `weight` are the whole batch.
-        `assigned` says how rows were assigned by length, or is None.
+        `pieces` are pairs of a device's inputs and their row count; `rows`, `x`, `y` and `weight`
+        are the whole batch. `assigned` says how rows were assigned by length, or is None.
         """
         model, left = self.model, CallTensors(self.model)
         towers = self._run(pieces, rows, True, left)
@@ -172,7 +176,10 @@ class Towers(OneProcess):
     def pieces(
         self, x: Tensors, assigned: AssignedArrays | None = None
     ) -> list[tuple[Tensors, Any]]:
-        """Return each device's inputs and row count."""
+        """Cut a batch's inputs into the devices' parts; return pairs of inputs and row count.
+
+        `assigned` says how rows were assigned by length, or is None.
+        """
         # cut on the host, so that only a device's own rows are sent to it
         if assigned is not None:
             return cut_pieces(x, assigned)
@@ -209,7 +216,7 @@ class Towers(OneProcess):
         states: StepStates,
         starts: list[Any],
     ) -> Tower:
-        """Compute one device's rows."""
+        """Run the model's forward pass on one device's rows."""
         # `part` has these rows, and `size` is their number without filler rows. `rows` is the
         # number of rows of the whole batch. `starts` has the states with their values before the
         # call.
@@ -227,7 +234,7 @@ class Towers(OneProcess):
     def _join_attributes(
         self, towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None, training: bool
     ) -> Leaves:
-        """Join the tensors that the devices' calls have stored in attributes."""
+        """Join the tensors that the model's call stored in attributes on each device."""
         # The rows are in the order of x.
         every = [tower.attributes for tower in towers]
         sizes, parts = [tower.size for tower in towers], [tower.part for tower in towers]
@@ -238,7 +245,7 @@ class Towers(OneProcess):
     def _whole_loss(
         self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool
     ) -> Any:
-        """Return the loss of the whole batch."""
+        """Return the loss of the whole batch, given the outputs of all devices."""
         # It includes the losses that layers added. `outputs` are the joined outputs of all towers.
         model, found = self.model, self.kinds[training]
         added = [
@@ -255,7 +262,7 @@ class Towers(OneProcess):
         )
 
     def _apply(self, gradients: Sequence[Any]) -> None:
-        """Update the weights."""
+        """Update the weights by the gradients of the whole batch."""
         apply_gradients(self.model, merge_slices(gradients, self.kinds[True].merged))
 
     def _gradients(self, tape: Any, scaled: Any, towers: list[Tower]) -> list[Any]:
@@ -277,7 +284,10 @@ class Towers(OneProcess):
 
 
 def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
-    """Return the batch if its rows are assigned by length, and (x, y, weight)."""
+    """Return a batch as (inputs, labels, weights), after its assignment of rows by length.
+
+    The assignment is None if rows aren't assigned by length.
+    """
     # None unless rows are assigned by length
     assigned = data if isinstance(data, AssignedArrays) else None
     return assigned, keras.utils.unpack_x_y_sample_weight(
@@ -286,7 +296,7 @@ def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
 
 
 def _join_outputs(towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None) -> Tensors:
-    """Concatenate the devices' outputs, padded if rows are assigned by length.
+    """Concatenate the outputs of all devices; outputs cut by length are padded first.
 
     Raises RequestError if padding would count in losses that layers add.
     """
@@ -310,7 +320,10 @@ def _floats(outputs: Tensors) -> list[Any]:
 
 
 def _sum(gradients: Sequence[Any]) -> Any:
-    """Add up gradients, None left out; return None if there is none."""
+    """Return the sum of one weight's gradients, where some may be None.
+
+    Sparse gradients are concatenated. The result is None if all are.
+    """
     # sparse gradients are concatenated, as in TensorFlow
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:

@@ -1,4 +1,4 @@
-"""Finds the user's line and the essential message in an error from Keras or TensorFlow."""
+"""Finds what to show of an error from Keras or TensorFlow: the user's line and one message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ PLACES = re.compile(
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error message that says what is wrong."""
+    """Return the line of an error's message that says what is wrong.
+
+    Lines that only say where the error was raised are skipped.
+    """
     plain = re.sub(r"\x1b\[\d+m| ?\[Op:.*|\{\{.*?\}\} ?", "", str(error))
     lines = [re.sub(r"^\(\d+\) [A-Z_]+:", "", line.strip()).strip() for line in plain.splitlines()]
     own_lines = [line for line in lines if line and not PLACES.search(line)]
