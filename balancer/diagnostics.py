@@ -118,8 +118,8 @@ def check_links(
 ) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
     """Measure the links between devices, save the result, and check it.
 
-    `report` is called after each measurement. Returns the checks and all measurements; without
-    PyTorch, or with a single device, only a note.
+    `report` is called after each measurement. Returns the checks and all measurements. Without
+    PyTorch, or with a single device, nothing is measured, and the only check says why.
     """
     if len(devices) < 2:
         found = f"{devices[0].label} alone has no links"
@@ -137,10 +137,10 @@ def check_links(
 
 
 def describe_link(measurements: Sequence[LinkMeasurement], here: Transport = "as it is") -> Check:
-    """Check the link of one set of devices by its measurements over several transports.
+    """Return a check of the link between some devices, measured over several transports.
 
-    The first measurement is over NCCL's default transport. `here` is the transport that environment
-    variables select now.
+    The first of `measurements` used NCCL's default transport. `here` is the transport that the
+    user's environment variables select.
     """
     own, *others = measurements
     name = f"link {' – '.join(own.devices)}"
@@ -174,7 +174,11 @@ def _describe_set_link(
     others: Sequence[LinkMeasurement],
     here: Transport,
 ) -> Check:
-    """Check a link whose transport is set by environment variables, against the default."""
+    """Check a link for which the user's environment variables replace NCCL's default transport.
+
+    The chosen transport (`here`) is compared with the default one (`own`), which may be faster or
+    work where the chosen one fails.
+    """
     # `name` and `found` are the check's
     variables = write_variables(switches_of(here))
     found = f"{found}; here with {variables}: {here}"
@@ -380,7 +384,10 @@ def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
 
 
 def _start_agents(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
-    """Start an agent on each node in parallel; also return a failed check per lost node."""
+    """Start an agent on each node of the cluster, in parallel.
+
+    Returns the agents, and a failed check for each node on which none could be started.
+    """
 
     def start(node: Node) -> Agent | Check:
         try:
@@ -403,7 +410,10 @@ def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
 
 
 def _check_interface(other: str) -> Check:
-    """Check the network interface that leads to another host, or that variables select."""
+    """Check that this host has a route to another host, and a usable network interface for it.
+
+    The interface may also be set by the environment variables of gloo and NCCL.
+    """
     name = "network interface"
     way = find_interface(other)
     if not way:
@@ -428,7 +438,8 @@ def _check_interface(other: str) -> Check:
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
     """Combine the checks of all hosts: equal results become one check.
 
-    A result that only some hosts have names them.
+    If a result is not the same on all hosts, its text begins with the names of the hosts that have
+    it.
     """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and result
     for host, checks in by_host.items():

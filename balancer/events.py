@@ -38,7 +38,7 @@ class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
 class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
     """Progress of a running probe, sent at least once a second.
 
-    The rate and its interval are None until steps were timed.
+    The throughput and its interval are None until steps have been timed.
     """
 
     probe: Probe

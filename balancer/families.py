@@ -48,7 +48,7 @@ class SearchView(Protocol):
 
     @property
     def common_batch(self) -> int | None:
-        """Global batch at which layouts are compared; None until it is known."""
+        """Global batch at which all kinds of layouts are compared; None until it was chosen."""
 
     @property
     def singles(self) -> Sequence[Layout]:
@@ -76,7 +76,9 @@ class SearchView(Protocol):
 
 
 class Family(ABC):
-    """Base class for a kind of layout: its candidates in a search, and their names.
+    """Base class for a kind of layout:
+
+    lists its candidates in a search, and names them for people.
 
     `add` registers an instance.
     """
@@ -108,23 +110,24 @@ class Family(ABC):
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
         """Return a short name for a layout, as in the rows of a table.
 
-        `devices` is the number of devices of the request. `another` marks a layout beside a better
-        one of the same family.
+        - `devices`: how many devices the user's request has.
+        - `another`: True for a second layout of this kind, listed beside the best one.
         """
 
     @abstractmethod
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the layout in words: rows and devices.
 
-        `labels` are the names of the devices; `ratios` their fractions of the cost if rows are
-        split by cost.
+        - `labels`: the names of the devices.
+        - `ratios`: if rows are assigned by the cost of their length, each device's fraction
+          of that cost.
         """
 
 
 def write_rows(layout: Layout) -> str:
     """Return the shares of a layout as text, such as "640 + 384".
 
-    The global batch stands in for them if there are many devices.
+    With many devices, only the global batch is written.
     """
     shares = [(layout.shares[i], layout.pass_rows[i]) for i in layout.computing]
     return join_shares(shares) if len(shares) <= MOST_NAMED else str(layout.global_batch)
@@ -137,7 +140,10 @@ def write_devices(layout: Layout, labels: Sequence[str]) -> str:
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """Return the ratios of the layout's devices as text, or "" if there are many."""
+    """Return the ratios of the layout's devices as text such as "0.600 :
+
+    0.400"; "" for many devices.
+    """
     parts = [ratios[i] for i in layout.active]
     return " : ".join(f"{part:.3f}" for part in parts) if len(parts) <= MOST_NAMED else ""
 
@@ -180,8 +186,8 @@ def split_evenly(
 ) -> Layout | None:
     """Return the layout with equal shares on the devices at `positions`.
 
-    Shares are multiples of `quantum`, and differ by at most one quantum. None if `batch` isn't a
-    multiple of it, or too small to give each device one quantum.
+    Shares are multiples of `quantum` rows, and differ by at most one quantum. None if `batch` isn't
+    a multiple of `quantum`, or too small to give each device one quantum.
     """
     if batch // quantum < len(positions) or batch % quantum:
         return None
@@ -266,7 +272,7 @@ class ShardFamily(Family):
         return view.shards
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return "shards of the model", marked as another one with `another`."""
+        """Return "shards of the model", preceded by "another" if `another` is set."""
         return "another shards of the model" if another else "shards of the model"
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
@@ -282,9 +288,9 @@ class ShardFamily(Family):
 def pack_on(
     single: Layout, processes: int, mode: PackMode = "", batch: int | None = None
 ) -> Layout:
-    """Return the pack of several processes on the device of a single-device layout.
+    """Return a layout that runs several training processes on the device that `single` uses.
 
-    Each process trains `batch` rows per step; None: as many as `single`.
+    Each process trains `batch` rows per step; with None, as many as `single` does.
     """
     size = single.global_batch if batch is None else batch
     return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)
@@ -315,9 +321,10 @@ class PackFamily(Family):
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
-    """Return the layout for a placement, or None if it would use fewer than two devices.
+    """Return the layout in which the workload places its model's parts on the first devices.
 
-    Also None if `batch` has fewer rows than devices.
+    None if fewer than two devices would be used, or if `batch` has fewer rows than devices are
+    used.
     """
     # the shares only mark devices as used; the workload doesn't split the batch by them
     used = min(devices, placement.devices)
@@ -326,7 +333,7 @@ def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
 
 
 class PlaceFamily(Family):
-    """Parts of the model on several devices, as the workload places them."""
+    """Layouts in which the workload itself puts parts of its model on different devices."""
 
     name = kind = "place"
     fewest_devices = 2
@@ -335,7 +342,7 @@ class PlaceFamily(Family):
     plural = "placements"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return a layout for each placement; empty until the common batch is known."""
+        """Return a layout for each placement; empty until the search has chosen a common batch."""
         if view.common_batch is None:
             return []
         found = [
@@ -366,7 +373,11 @@ FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, SHAR
 
 
 def add(family: Family, traits: Traits | None = None) -> None:
-    """Register a family; `traits` are needed if its kind is new."""
+    """Register a family.
+
+    `traits` describe the kind of its layouts; they are needed only if no other family has this
+    kind.
+    """
     FAMILIES[family.name] = family
     if traits is not None:
         KINDS[family.kind] = traits
@@ -391,5 +402,8 @@ def find_families(names: Iterable[str]) -> tuple[Family, ...]:
 
 
 def family_of(layout: Layout) -> Family:
-    """Return the family registered under the layout's kind; for equal shares, that is SPLIT."""
+    """Return the family registered under the kind of a layout.
+
+    Layouts with equal shares have the kind "split", so they get the family of unequal shares.
+    """
     return FAMILIES[layout.kind]

@@ -312,10 +312,10 @@ def make_comparison_job(
     """Resolve a request to compare several kinds of layouts, and options such as XLA.
 
     - `layouts`: names of the kinds to compare. None: all that are possible here.
-    - `knobs`: names from KNOBS, tried on the best layout.
+    - `knobs`: names from KNOBS of the options to try on the best layout.
 
-    `request.compare.left_out` of the job says which of them are impossible here. Raises
-    RequestError if no kind of layout remains, or a name is unknown.
+    Layouts and options that can't be used here are left out; `request.compare.left_out` of the job
+    lists the reasons. Raises RequestError if no kind of layout remains, or a name is unknown.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     tried = _choose("--try", knobs, tuple(KNOBS))
@@ -345,7 +345,7 @@ def make_comparison_job(
 
 
 def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
-    """Warn that processes on one GPU will share it through MPS, if the daemon runs."""
+    """Warn if processes on one GPU would share it through a running MPS daemon."""
     has_packs = any(kind.side_by_side for kind in kinds)
     if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
         # the trainings of a pack would share their GPU through the daemon
@@ -356,7 +356,7 @@ def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
 def _sort_families(
     resolved: Job, families: Sequence[Family], placements: Sequence[Placement]
 ) -> tuple[list[Family], list[str]]:
-    """Return the possible kinds of layouts, and a message about each impossible one."""
+    """Separate the kinds of layouts into possible ones, and messages about the impossible ones."""
     possible = []
     notes = []
     for family in families:
@@ -369,10 +369,10 @@ def _sort_families(
 
 
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """Resolve a request for a plan that also tries numbers of loader workers.
+    """Resolve a request for a plan, and for trying several numbers of data loader workers.
 
-    The only name allowed in `knobs` is "workers"; RequestError is raised for others. Where it can't
-    be tried, `request.compare.left_out` of the job says why.
+    The only name allowed in `knobs` is "workers"; RequestError is raised for others. If the number
+    can't be varied for this workload, `request.compare.left_out` of the job has the reason.
     """
     tried = _choose("--try", knobs, (WORKERS,))
     resolved = make_job(request)
@@ -406,9 +406,9 @@ def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], 
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Return the chosen words in the order of `allowed`.
+    """Return the words that the user gave for a command-line option, in the order of `allowed`.
 
-    Raises RequestError for an unknown one.
+    Raises RequestError for a word that isn't allowed.
     """
     for word in words:
         if word not in allowed:
@@ -458,7 +458,10 @@ def _can_shard(resolved: Job) -> bool:
 
 
 def _pack_modes(resolved: Job) -> tuple[PackMode, ...]:
-    """Return the ways to run several processes on the first device."""
+    """Return the ways in which several processes can share the first device.
+
+    "" stands for plain processes, "logical" for logical devices of TensorFlow.
+    """
     parts = find_backend(resolved.devices[0].kind).own_memory and resolved.framework == "tensorflow"
     # plain processes, and logical devices of TensorFlow
     return ("", "logical") if parts else ("",)

@@ -62,7 +62,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
 
     @property
     def job(self) -> Job:
-        """The job of this run, without the description of a simulated machine."""
+        """The job of this run; the description of a simulated machine is missing."""
         return Job(
             self.request,
             self.devices,
@@ -106,7 +106,10 @@ _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
 class JournalContents(msgspec.Struct, frozen=True):
-    """A journal that was read; `whole_bytes` is its length without an incomplete last line."""
+    """The entries of a journal file.
+
+    `whole_bytes` is the length of the file up to its last complete line.
+    """
 
     header: Header
     entries: tuple[LaterEntry, ...]
@@ -124,7 +127,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def facts(self) -> Facts:
-        """The latest facts; empty ones if none were written."""
+        """The latest facts about software, workload and data; empty ones if none were written."""
         return next(
             (entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)),
             Facts(),
@@ -132,7 +135,10 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
-        """The last request for probes, and its probes without an outcome; None if all have one."""
+        """The last request for probes, with those of its probes that have no outcome yet.
+
+        None if every requested probe has an outcome.
+        """
         answered: set[Probe] = set()
         for entry in reversed(self.entries):
             if isinstance(entry, AskedEntry):
@@ -144,7 +150,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """Seconds that the search had spent, without probes that were cut off."""
+        """Seconds that the search had spent when its last complete round of probes ended."""
         pending = self.pending
         if pending is not None:
             return pending[0].at_seconds
@@ -152,7 +158,10 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """How the search ended last; None if it was cut off, or resumed since."""
+        """How the search ended: with a plan or with an error.
+
+        None if it was interrupted, or if it was resumed and hasn't ended since.
+        """
         last = next(
             (
                 entry

@@ -58,7 +58,7 @@ def write_share(batch: int, micro: int) -> str:
 def relative_error(value: float, low: float, high: float) -> float:
     """Return the half-width of an interval relative to its value, or 0 if the value is 0.
 
-    For an interval with a longer upper side, the upper side counts.
+    If the upper half of the interval is the longer one, its width is used.
     """
     # near 0, an interval may be lopsided
     return max(high - value, (high - low) / 2) / value if value else 0.0

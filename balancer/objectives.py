@@ -13,10 +13,10 @@ from .types import Power, Timed
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """A metric to maximize; samples/s unless a subclass overrides `value`.
+    """A metric that a search maximizes; samples/s unless a subclass overrides `value`.
 
-    With `trades_speed`, the layout with the highest value is chosen among those at most
-    `max_slowdown` slower than the fastest.
+    With `trades_speed`, a layout may be chosen that is up to `max_slowdown` slower than the fastest
+    one, if its metric is higher.
     """
 
     name: str  # its name on the command line, in journals and in JSON
@@ -28,14 +28,18 @@ class Objective(msgspec.Struct, frozen=True):
     needs_energy: bool = False  # needs the power of the devices
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """Return the metric of a layout from its throughput and its measurements."""
+        """Return the metric of a layout.
+
+        `turns` are the repeated measurements of the layout, and `samples_per_second` is their mean
+        throughput.
+        """
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return what each device costs per second while it computes, and while it is idle.
+        """Return each device's cost per second while it computes, and while it is idle.
 
-        The unit is the subclass's, such as watts. The throughput divided by the sum over all
-        devices predicts the value of a layout. Empty if unknown.
+        The cost is in the subclass's unit, such as watts. A layout's metric is predicted as its
+        throughput divided by the total cost of all devices. Empty if unknown.
         """
         return []
 
@@ -54,7 +58,7 @@ def mean_power(turns: Iterable[Timed]) -> Power | None:
 
 
 class Energy(Objective, frozen=True):
-    """Samples per joule."""
+    """Energy efficiency as the metric: samples per joule."""
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
         """Return samples per joule, or 0 if the power is unknown."""
@@ -62,7 +66,9 @@ class Energy(Objective, frozen=True):
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return (largest watts while computing, lowest watts while idle) for each device.
+        """Return the power of each device in watts:
+
+        the highest while computing, the lowest while idle.
 
         0 where not measured; empty if no device was measured while computing.
         """

@@ -62,7 +62,7 @@ AGAIN_SHARE = 0.5  # fraction of a probe's time for which it is timed again
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A block of steps that was timed as a whole.
+    """Consecutive steps that were timed as a whole, with one start and one end time.
 
     `own_seconds` has each rank's compute time in the block, None if unknown.
     """
@@ -87,7 +87,7 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs took a part of the CPU time."""
+        """Whether other programs took so much CPU time that the block shouldn't count."""
         return self.cpu_share is not None and self.cpu_share < DISTURBED
 
 
@@ -102,14 +102,15 @@ class StepTiming(msgspec.Struct, frozen=True):
 
 
 class BlockTimer:
-    """Decides how many steps to time next, and when to stop.
+    """Decides how many steps a probe times next, and when it has timed enough.
 
-    Call `next_steps`, time as many steps, pass them to `add`, and repeat until it returns 0.
+    The caller asks `next_steps`, times as many steps, passes the result to `add`, and repeats this
+    until `next_steps` returns 0.
 
     - `seconds`: the longest time to measure, without warm-up.
-    - `whole`: use all of it, even if the result is precise earlier.
+    - `whole`: measure for all of this time, even if the result is precise earlier.
     - `steps`: time this many steps instead; 0 means no fixed number.
-    - `first_seconds`: the time of the untimed first step.
+    - `first_seconds`: the duration of the untimed first step.
     """
 
     def __init__(
@@ -160,9 +161,9 @@ class BlockTimer:
                 self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))
 
     def interval(self) -> Interval | None:
-        """Return the seconds per step so far with the 95 % interval.
+        """Return the mean step time so far in seconds, with its 95 % interval.
 
-        None before two blocks were timed.
+        None until two blocks have been timed.
         """
         clean = self._list_undisturbed()
         return step_time_interval(clean) if len(clean) > 1 else None
@@ -214,7 +215,11 @@ class BlockTimer:
         return over
 
     def _start_second_round(self) -> bool:
-        """Discard an unsteady measurement once, to measure again; return whether that was done."""
+        """Discard a measurement with drift or throttling, and measure once more.
+
+        Returns False if nothing was discarded, for example because this already was the second
+        round.
+        """
         # only the second round's blocks are reported, and it takes half of the time; a whole run
         # has none, because the user has requested its time or its number of steps
         timing = self.result()
@@ -267,7 +272,7 @@ class BlockTimer:
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the fraction of CPU time that others took in disturbed blocks."""
+        """Return the fraction of CPU time that other programs took during the disturbed blocks."""
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
 
@@ -329,11 +334,10 @@ def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool
 
 
 def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
-    """Return the mean step time in seconds with its 95 % interval.
+    """Return the mean step time in seconds with its 95 % interval by Student's t.
 
-    Blocks are weighted by their steps; the interval is Student's. For a single block, it follows
-    from the difference to `first_seconds`, the time of the untimed first step. Raises ValueError
-    without steps.
+    Blocks are weighted by their steps. The error of a single block is estimated from its difference
+    to the untimed first step, which took `first_seconds`. Raises ValueError without steps.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
@@ -350,7 +354,10 @@ def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> I
 
 
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
-    """Return whether the rest of the time can't make the result precise enough."""
+    """Return whether the step time will still be too imprecise when the probe's time is used up.
+
+    `part` is the fraction of that time which the blocks have taken so far.
+    """
     times = [block.step_seconds for block in blocks]
     # the noise is the median difference between consecutive blocks: a single change of speed
     # doesn't count, because a probe with such a change needs its full time
@@ -360,7 +367,7 @@ def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
 
 
 def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
-    """Return the compute time per step of each rank, None where a block lacks it."""
+    """Return each rank's mean compute time per step, or None if a block has no time for it."""
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)
     return tuple(
@@ -370,7 +377,7 @@ def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """Return each rank's breakdown per step, or () if a block lacks it."""
+    """Return each rank's mean breakdown of a step; empty if a block has no breakdown."""
     steps = sum(block.steps for block in blocks)
     if not steps or not all(block.parts for block in blocks):
         return ()

@@ -75,11 +75,11 @@ _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc
 
 
 class ChildProber:
-    """Runs probes on the devices of a job.
+    """Measures probes on the devices of a job by training in real processes.
 
-    - `start_seconds`: where the clock starts, above 0 for a resumed run.
-    - `error_file`: the file to which tracebacks and output of failed processes are appended.
-    - `link`: the measured link between the devices, if it is known already.
+    - `start_seconds`: where the search's clock starts, above 0 for a resumed run.
+    - `error_file`: tracebacks and output of failed probe processes are appended to this file.
+    - `link`: the speed of the link between the devices, if an earlier run has measured it.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class ChildProber:
 
         - `report`: called with progress, from several threads.
         - `stop`: once it is set, running probes end without an outcome.
-        - `finished`: probes that are over; idle power isn't measured on their devices.
+        - `finished`: probes of the same round that have ended already; their devices don't
+          count as idle when idle power is measured.
         """
         # no idle power is read for the devices of `finished` probes
         self._free_memory(probes)
@@ -175,7 +176,7 @@ class ChildProber:
     def _run_probe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run one probe; None if it was stopped."""
+        """Run one probe, and return its outcome, or None if the probe was stopped."""
         started = time.monotonic()
         # try again if another program took a port that the children need
         for tries_left in reversed(range(PORT_TRIES)):
@@ -199,7 +200,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _host_failure(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """Convert the loss of a host to the failure of a rank on it."""
+        """Return the failure of a probe whose host can't be reached any more."""
         active = probe.layout.active
         rank = next(
             rank
@@ -247,7 +248,10 @@ class ChildProber:
         return seen
 
     def _keep_recovered_children(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep a group that recovered from running out of memory; return whether that worked."""
+        """Keep probe processes that ran out of memory but can go on, for use by later probes.
+
+        Returns False if they failed for another reason, or couldn't release their memory.
+        """
         if not error.recovered:
             # another failure, or a silent rank that may be waiting in an all-reduce
             return False
@@ -294,9 +298,10 @@ class ChildProber:
         busy_cores: float | None,
         stop: threading.Event,
     ) -> None:
-        """Keep a group for later probes, and record the memory that it holds.
+        """Keep the processes of a probe for later probes, and record how much memory they hold.
 
-        Until all probes of the round are timed, its processes go on stepping.
+        While other probes of the round are still being timed, these processes go on training, so
+        that every probe is measured under the same load.
         """
         layout = seen.probe.layout
         group.fresh = False
@@ -321,7 +326,10 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_memory_of_others(self, key: Layout, clean: bool) -> tuple[int, ...]:
-        """Return the bytes that other programs hold on each device; empty if unknown."""
+        """Return the bytes that other programs hold on each device; empty if unknown.
+
+        `clean` means that no process of this layout is running yet.
+        """
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
         with self._lock:
@@ -405,7 +413,10 @@ class ChildProber:
     def _measure_all_reduce(
         self, group: ChildGroup, key: Layout, stop: threading.Event
     ) -> KnownLink:
-        """Time an all-reduce; raise GroupError if it hangs or gives wrong results."""
+        """Time an all-reduce between the ranks.
+
+        Raises GroupError if it hangs or gives wrong results.
+        """
         who = " – ".join(self._devices[i].label for i in key.active)
         remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
         try:
@@ -429,7 +440,7 @@ class ChildProber:
         )
 
     def _child_environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
-        """Return the environment variables and limits of a process for these devices.
+        """Return the environment variables and limits for a probe process on these devices.
 
         Raises GroupError if the devices can't be limited as requested.
         """
@@ -496,7 +507,10 @@ class ChildProber:
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
-        """Return the positions of the devices that a failure is about; empty if unknown."""
+        """Return the positions of the devices on which a rank has failed.
+
+        Empty if one process drives several devices, and its error doesn't name a GPU.
+        """
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)
         if len(key.active) == 1:
@@ -514,7 +528,7 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append output to the error file; return False if it can't be written."""
+        """Append a probe process's output to the run's error file; return False if that fails."""
         # also False if the run has no error file
         if self._error_file is None:
             return False
@@ -530,20 +544,23 @@ class ChildProber:
         return False
 
     def _free_memory(self, probes: tuple[Probe, ...]) -> None:
-        """End idle groups whose memory the next probes need."""
+        """End idle probe processes where the next probes need their memory."""
         held = {key: group.held_bytes for key, group in self._idle.items()}
         for key in self._memory.groups_to_end(probes, held):
             self._idle.pop(key).end()
 
 
 def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
-    """Return whether all-reduces between these devices must be tested before training."""
+    """Return whether an all-reduce between these devices must be tested before they train.
+
+    That is so for GPUs under PyTorch: NCCL can hang on paths that the board doesn't have.
+    """
     # NCCL hangs if the driver reports a path between GPUs that the board doesn't have
     return framework == "torch" and not any(device.on_cpu for device in devices)
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """Return the facts so far, updated by what the process of rank 0 has reported."""
+    """Return the facts about a job so far, updated by what its rank 0 found while building."""
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
     own = found.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()

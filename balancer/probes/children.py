@@ -79,16 +79,16 @@ class RunningChild(ABC):
         """Return the stack of its main thread, or None if it doesn't answer."""
 
     def find_loss(self) -> str:
-        """Return why its host was lost, or "" if it wasn't."""
+        """Return why the host of the process can't be reached any more, or "" if it can."""
         return ""
 
     @abstractmethod
     def end(self) -> None:
-        """Kill the process, and those that it has started."""
+        """Kill the process and its descendants."""
 
 
 class Child(RunningChild):
-    """A process that the fork server of this host starts."""
+    """A probe process on this host, forked by the fork server."""
 
     def __init__(
         self,
@@ -99,11 +99,13 @@ class Child(RunningChild):
         cap_bytes: int | None,
         build_channel: int | None = None,
     ) -> None:
-        """Ask the server to start the process; raises OSError if the request can't be sent.
+        """Ask the fork server to start the process; raises OSError if the request can't be sent.
 
-        - `cap_bytes`: its memory limit, to recognize that memory ran out.
-        - `build_channel`: a file descriptor. After building its workload, the process
-          leaves a copy of itself that forks more processes on requests from this channel.
+        - `cap_bytes`: the process's memory limit, used to recognize exits for lack of
+          memory.
+        - `build_channel`: a file descriptor for the process. Once it has built the user's
+          workload, it leaves a copy of itself there, which forks the next probe processes
+          with the workload in memory.
         """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs
@@ -144,14 +146,20 @@ class Child(RunningChild):
         self._ended.set()
 
     def send(self, command: Command) -> None:
-        """Send a command; errors are ignored, because the exit is reported in the inbox."""
+        """Send a command.
+
+        Errors are ignored, because an exited process is reported in the inbox.
+        """
         with suppress(OSError, ValueError):
             self._stdin.write(encode_line(command))
             self._stdin.flush()
 
     @property
     def stderr_tail(self) -> str:
-        """End of its standard error; until the process runs, also that of the fork server."""
+        """End of the process's standard error.
+
+        Before the process has started, this includes the end of the fork server's output.
+        """
         written = self._stderr + (b"" if self.pid else self._server.read_log())
         return written.decode(errors="replace")
 
@@ -200,7 +208,7 @@ class Child(RunningChild):
         stream.close()
 
     def _put_message(self, message: Message) -> None:
-        """Put a message into the inbox; it is lost if the inbox stays full."""
+        """Put a message into the group's inbox; if the inbox stays full, the message is lost."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 
@@ -213,7 +221,7 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """Return how many processes Linux has killed for memory since boot, 0 if unknown."""
+    """Return how many processes Linux has killed for lack of memory since boot; 0 if unknown."""
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
@@ -221,7 +229,7 @@ def _kernel_kills() -> int:
 
 
 class ChildGroup:
-    """The processes of one layout, one for each rank."""
+    """The probe processes that run one layout, one for each rank."""
 
     def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
         self.children, self.ranks = list(children), ranks
@@ -242,7 +250,7 @@ class ChildGroup:
     ) -> list[Reply]:
         """Send a command to each rank, and return the replies in the order of ranks.
 
-        `command` makes the command for a rank. Errors and timeout are those of `receive`.
+        `command` makes the command for a rank. Raises the same errors as `receive`.
         """
         for child in self.children:
             child.send(command(child.rank))
@@ -271,7 +279,10 @@ class ChildGroup:
     def _collect_replies(
         self, expected: type[Reply], seconds: float, stop: threading.Event
     ) -> tuple[dict[int, Reply], dict[int, RankFailure]]:
-        """Return replies and failures by rank; a rank that stays silent is in neither."""
+        """Wait for the ranks, and return their replies and their failures, both by rank.
+
+        A rank that sent nothing in time is in neither of them.
+        """
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
         deadline = time.monotonic() + seconds
@@ -293,14 +304,18 @@ class ChildGroup:
         return replies, failures
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
-        """Raise StoppedError, with a stack if a process may be in the user's code."""
+        """Raise StoppedError, because the probe was stopped while ranks were still to reply.
+
+        If the user's code may be running, the error has the stack of the first rank without a
+        reply.
+        """
         late = [child for child in self.children if child.rank not in replies]
         # the user's code runs while children start, build or prepare
         in_users_code = expected in (Ready, Built, Prepared)
         raise StoppedError(late[0].find_stack() if in_users_code else None)
 
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
-        """Return a failure for each silent rank whose host was lost."""
+        """Return a failure for each of these ranks whose host can't be reached any more."""
         found = {}
         for rank in silent:
             loss = self.children[rank].find_loss()

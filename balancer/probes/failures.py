@@ -70,7 +70,10 @@ _PLACES = ("[[", "[Op:", "File ", "Detected at", "Node:", "Hint: ", "<stack trac
 
 
 class StoppedError(Exception):
-    """A probe was stopped; `stack` says where it was while starting, or is None."""
+    """A probe was stopped.
+
+    `stack` is the probe process's stack if its user's code may have been running, else None.
+    """
 
     def __init__(self, stack: Stack | None = None) -> None:
         super().__init__(stack)
@@ -93,12 +96,15 @@ class RankFailure(msgspec.Struct, frozen=True):
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether its error only says that another rank has gone."""
+        """Whether the rank failed only because its connection to another rank broke."""
         return self.cause == "raised" and any(sign in self.detail.lower() for sign in _LOST_A_PEER)
 
 
 class GroupError(Exception):
-    """Some ranks of a probe have failed; `silent` ranks didn't reply."""
+    """One or more ranks of a probe have failed.
+
+    `silent` lists the ranks that neither replied nor failed.
+    """
 
     def __init__(self, *failures: RankFailure, silent: Sequence[int] = ()) -> None:
         super().__init__(failures)
@@ -107,7 +113,7 @@ class GroupError(Exception):
 
     @property
     def recovered(self) -> bool:
-        """Whether the ranks only ran out of memory, and all of them can go on."""
+        """Whether the ranks only ran out of memory in a step, and all of them can continue."""
         short = all(failure.out_of_memory and failure.recovered for failure in self.failures)
         return short and not self.silent
 
@@ -173,8 +179,8 @@ def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail
     """Return whether a process exited because memory ran out.
 
     - `code`: its exit code, negative for a signal.
-    - `cap_share`: peak memory as a fraction of its limit.
-    - `kernel_killed`: whether the kernel has killed a process for memory meanwhile.
+    - `cap_share`: its peak memory as a fraction of its memory limit.
+    - `kernel_killed`: whether Linux killed any process for lack of memory while it ran.
     - `stderr_tail`: the end of its standard error.
     """
     if code == -signal.SIGKILL:
@@ -209,9 +215,10 @@ def find_gpu_number(text: str) -> int | None:
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """Return the line of an error's text that says most, without colors and control characters.
+    """Return the most informative line of an error's text.
 
-    It is cut to `longest` characters. "" if the text is blank.
+    Colors and control characters are removed, and the line is cut to `longest` characters. "" if
+    the text is blank.
     """
     lines = [_UNPRINTABLE.sub(" ", line).strip() for line in _COLORS.sub("", text).splitlines()]
     lines = [line for line in lines if line]
@@ -226,5 +233,5 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def _cut_at_space(text: str, longest: int) -> str:
-    """Cut a text at the last space within `longest` characters, or there if it has none."""
+    """Shorten a text to at most `longest` characters, between two words if possible."""
     return text[: longest + 1].rpartition(" ")[0].rstrip() or text[:longest]

@@ -78,9 +78,9 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
-    """Whether a process has left a copy of itself with its built workload.
+    """Whether a probe process has left a copy of itself that can fork more processes.
 
-    `obstacle` says why not.
+    The copy holds the built workload. `obstacle` is the reason if there is no copy, else "".
     """
 
     obstacle: str = ""
@@ -97,9 +97,10 @@ NO_CHANNEL = -1
 
 
 class ForkServer:
-    """Forks processes on requests from a socket; `run` is what each process executes.
+    """Forks processes on requests that arrive over a socket.
 
-    `run` gets the server's process id, and the file descriptor of a channel or NO_CHANNEL.
+    Each new process calls `run` with the server's process id, and with a file descriptor for
+    sharing its built workload, or NO_CHANNEL.
     """
 
     def __init__(self, channel: socket.socket, run: Callable[[int, int], object]) -> None:
@@ -189,10 +190,10 @@ class ForkServer:
 
 
 def import_first(names: Sequence[str], start_driver: Callable[[], object]) -> None:
-    """Import modules for all later processes, named as "module" or "module:attribute".
+    """Import modules before forking, so that forked processes start without this delay.
 
-    If the process can't be forked afterwards, for example because a GPU driver has started, the
-    program starts anew without the imports.
+    Names are "module" or "module:attribute". If forking is impossible afterwards, for example
+    because a GPU driver was started, the program restarts itself without the imports.
     """
     try:
         for name in names:
@@ -219,13 +220,13 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants."""
+    """Become the parent of descendants whose own parent exits."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class ForkedChild(Protocol):
-    """What a server records of a process: its id and its exit."""
+    """What a fork server updates about a process: its process id, and how it exited."""
 
     pid: int  # 0 until it runs
 
@@ -245,11 +246,11 @@ class ChildServer(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it can start processes."""
+        """Whether the server can start processes."""
 
     @abstractmethod
     def read_log(self) -> bytes:
-        """Return the end of the server's own output."""
+        """Return the end of the fork server's own output."""
 
     @abstractmethod
     def close(self) -> None:
@@ -262,9 +263,10 @@ class ChildServer(ABC):
     def start(
         self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
     ) -> int:
-        """Fork a process with these streams, close them here, and return the process's key.
+        """Fork a process, and return the key by which the server knows it.
 
-        Raises OSError if the request can't be sent though the server runs.
+        `streams` are the process's standard streams; they are closed on this side. Raises OSError
+        if the request can't be sent though the server runs.
         """
         key = next(self._keys)
         self._children[key] = child
@@ -284,9 +286,9 @@ class ChildServer(ABC):
         return key
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a signal to the process of this key, or to its process group.
+        """Send a signal to the process of this key, or to its whole process group.
 
-        None stands for the server itself, if it has a process of its own.
+        A key of None means the server; nothing is sent if the server isn't a process of its own.
         """
         if key is not None:
             with suppress(OSError):
@@ -314,17 +316,21 @@ class ChildServer(ABC):
 
     @abstractmethod
     def _note_build(self, obstacle: str) -> None:
-        """Handle the report of a process that tried to leave a copy of itself."""
+        """Record whether a probe process has left a copy of itself with its built workload.
+
+        `obstacle` is the reason if it hasn't, else "".
+        """
 
     @abstractmethod
     def _release(self) -> None:
-        """Close what belongs to the server, once everything was read."""
+        """Close this side's files and sockets, after the server has exited."""
 
 
 class BuiltServer(ChildServer):
-    """Fork server in a copy of a probe process that has built the user's workload.
+    """Connection to a copy of a probe process that holds the user's built workload.
 
-    `far_end` is the file descriptor for that process.
+    The copy forks further probe processes. `far_end` is the file descriptor that is passed to the
+    process which makes the copy.
     """
 
     def __init__(self) -> None:
@@ -337,15 +343,18 @@ class BuiltServer(ChildServer):
 
     @property
     def alive(self) -> bool:
-        """Whether the copy exists and serves requests."""
+        """Whether the copy exists and accepts requests."""
         return self._serves
 
     def read_log(self) -> bytes:
-        """Return an empty log: the copy writes to the streams of its processes."""
+        """Return nothing:
+
+        the copy has no log, because it writes to the streams of its processes.
+        """
         return b""
 
     def close(self) -> None:
-        """Disconnect, upon which the copy ends with its processes."""
+        """Disconnect; the copy then kills its processes and exits."""
         self._serves = False
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)

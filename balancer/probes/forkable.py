@@ -41,7 +41,7 @@ FRAMES = 4  # call frames between the user's line and a lookup: os.getenv, get, 
 
 
 def has_started_driver() -> bool:
-    """Return whether this process runs a GPU driver."""
+    """Return whether this process has started a GPU driver, after which it can't be forked."""
     files = [*_open_files().values()]
     return any(backend.has_started_driver(files) for backend in all_backends())
 
@@ -52,7 +52,7 @@ def list_driver_files() -> list[int]:
 
 
 def survives_fork(trial: Callable[[], object]) -> bool:
-    """Return whether `trial` succeeds in a forked copy of this process."""
+    """Return whether a forked copy of this process can run `trial` without an error."""
     try:
         return _call_in_copy(trial) == 0
     except OSError:
@@ -60,9 +60,10 @@ def survives_fork(trial: Callable[[], object]) -> bool:
 
 
 class BuildWatch:
-    """Watches the building of a workload for anything that copies can't share.
+    """Watches the user's code build a workload, to decide whether the process can be forked.
 
-    Create it before the build.
+    Create it before the build. A fork is impossible if the build left threads or open files behind,
+    or asked for this process's rank.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,9 @@ class BuildWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager that notes when the user's code reads environment variables of a rank.
+        """Context manager:
+
+        note each environment variable about the rank that the user's code reads.
 
         It replaces the lookup of `os.environ` meanwhile.
         """
@@ -92,7 +95,10 @@ class BuildWatch:
             kind.__getitem__ = look_up  # type: ignore[method-assign]
 
     def noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """Wrap a function so that a call by the user's code is noted as reading `what`."""
+        """Return a wrapper of a function that returns something about the rank.
+
+        If the user's code calls it, that is noted; `what` is its name in the message.
+        """
 
         def ask(*arguments: Any, **keywords: Any) -> Any:
             self.note(what)
@@ -101,7 +107,10 @@ class BuildWatch:
         return ask
 
     def note(self, what: str) -> None:
-        """Note that the user's code has asked for something that differs between ranks."""
+        """Note that the user's code has asked for something that differs between ranks.
+
+        Calls that don't come from the user's code are ignored.
+        """
         # only if the user's code is on the stack
         frame = sys._getframe(1)
         for _ in range(FRAMES):
@@ -113,11 +122,11 @@ class BuildWatch:
                 return
 
     def find_obstacle(self, trial: Callable[[bool], object] = lambda _: None) -> str:
-        """Return why the process can't be copied for other ranks, or "" if it can.
+        """Return why this process can't be copied for other ranks, or "" if it can.
 
-        `trial` is called in a copy, and should compute a little on all threads: without the threads
-        of a library it hangs. Its argument is True if files of a driver are open, so that it starts
-        the driver.
+        `trial` runs in a forked copy, and should compute a little with all threads; if a library's
+        threads are missing in the copy, it hangs. It is called with True if driver files are open;
+        then it should start the driver.
         """
         if has_started_driver():
             return "it starts a device's driver"
@@ -137,7 +146,7 @@ class BuildWatch:
         return self._try_fork(lambda: trial(bool(of_driver)))
 
     def _try_fork(self, trial: Callable[[], object]) -> str:
-        """Return why a copy of the process fails, or "" if it computes."""
+        """Run `trial` in a forked copy; return why the copy failed, or "" if it succeeded."""
         try:
             code = _call_in_copy(trial)
         except OSError as error:
@@ -150,7 +159,10 @@ class BuildWatch:
 
 
 def _call_in_copy(trial: Callable[[], object]) -> int | None:
-    """Call a function in a forked copy; return its exit code, or None if it hangs."""
+    """Call a function in a forked copy of this process.
+
+    Returns the copy's exit code, or None if the copy hangs.
+    """
     pid = os.fork()
     if not pid:
         _run_and_exit(trial)

@@ -66,7 +66,7 @@ class LocalHost:
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of this host by name, as `RemoteHost.ask` does remotely."""
+        """Call a method by its name, so that callers can treat local and remote hosts alike."""
         return attrgetter(method)(self)(*arguments)
 
     def wait_for_drivers(
@@ -111,9 +111,10 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
-        """Return a server for this environment, and a channel for a copy of the process.
+        """Return the fork server that can start a process with this environment.
 
-        The channel is a file descriptor, or None if no copy is needed.
+        Also returns a file descriptor for the process, over which it offers a copy of itself with
+        the built workload; None if no copy is needed.
         """
         # a server has already imported the framework, so it suits only children with the same
         # values of all variables that affect the import
@@ -141,15 +142,19 @@ class LocalHost:
             server.close()
 
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
-        """Return how many usable bytes other programs hold on each device, if known.
+        """Return how much of each device's usable memory other programs hold, in bytes.
 
-        On the devices in `clean`, no probe process runs.
+        `clean` has the devices on which no probe process runs. Devices with unknown use are left
+        out.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.measure_short(positions, own, clean)
 
     def find_neighbours(self, positions: Iterable[int]) -> dict[int, Neighbours]:
-        """Return the use of each device by other programs since the last call, if known."""
+        """Return for what part of the time other programs used each device since the last call.
+
+        Devices with unknown use are left out.
+        """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.find_neighbours(positions, own)
 
@@ -163,10 +168,10 @@ class LocalHost:
 
 
 class HostService(LocalHost):
-    """A host's processes as the agent on that host runs them, addressed by keys.
+    """Runs in the agent on another host, and manages the probe processes there for the search.
 
-    `script` is a copy of the user's script, which is written to a temporary folder; None for a
-    built-in workload. Calls may run at the same time.
+    Processes are addressed by keys. `script` is a copy of the user's script, which is written to a
+    temporary folder; None for a built-in workload. Calls may run at the same time.
     """
 
     def __init__(
@@ -189,13 +194,16 @@ class HostService(LocalHost):
         self._children[key] = self.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
-        """Send a command to a process; a build uses the copy of the script."""
+        """Send a command to a process.
+
+        A build command is changed to use this host's copy of the user's script.
+        """
         if isinstance(command, Build):
             command = msgspec.structs.replace(command, workload=self._workload)
         self._children[key].send(command)
 
     def receive(self) -> list[tuple[int, Message]]:
-        """Return (key, message) for each message since the last call.
+        """Return (key, message) for each message from the processes since the last call.
 
         Waits up to RECEIVE_SECONDS for the first one; then the list is empty.
         """
@@ -266,7 +274,7 @@ class RemoteChild(RunningChild):
         self._host.forget(self._key)
 
     def receive(self, message: Message) -> None:
-        """Pass a message of the process on to its group."""
+        """Put a message from the process into the inbox of its group."""
         self.alive = not isinstance(message, Exited | HostLost)
         self._inbox.put((self.rank, message))
 
@@ -297,7 +305,7 @@ class RemoteHost:
         threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
 
     def ask(self, method: str, *arguments: Any, **how: Any) -> Any:
-        """Call a method of the service there, restarting it once if it has died.
+        """Call a method of the HostService on that host; a service that died is restarted once.
 
         Raises HostLostError if the host doesn't answer.
         """
@@ -312,7 +320,10 @@ class RemoteHost:
         return self.service.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
-        """Restart a service that has died; return False if that is impossible."""
+        """Restart the HostService after it has died; its probe processes count as killed.
+
+        Returns False if it can't be restarted.
+        """
         if self._closed.is_set() or not self.service.restart(generation):
             return False
         for key, child in tuple(self._children.items()):
@@ -324,7 +335,7 @@ class RemoteHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> RemoteChild:
-        """Start a probe process there; raises HostLostError if the host doesn't answer."""
+        """Start a probe process on that host; raises HostLostError if the host doesn't answer."""
         key = next(self._keys)
         self._children[key] = child = RemoteChild(self, key, rank, inbox)
         try:
@@ -335,19 +346,19 @@ class RemoteHost:
         return child
 
     def forget(self, key: int) -> None:
-        """Kill a process and drop its messages."""
+        """Kill a process; its later messages are ignored."""
         if self._children.pop(key, None) is not None and not self._closed.is_set():
             with suppress(HostLostError):
                 self.ask("end", key)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait until the drivers there answer; raises StoppedError once `stop` is set."""
+        """Wait until the drivers on that host answer; raises StoppedError once `stop` is set."""
         self.ask("wait_for_drivers", tuple(positions), stop=stop)
         if stop.is_set():
             raise StoppedError
 
     def close(self) -> None:
-        """End the service with all its processes."""
+        """End the HostService with all its probe processes."""
         if not self._closed.is_set():
             self._closed.set()
             self.service.close()
@@ -368,7 +379,7 @@ class RemoteHost:
                     child.receive(message)
 
     def _mark_lost(self, error: Exception) -> None:
-        """Record that the host is lost, and report that for each of its processes."""
+        """Record that the host can't be reached, and report this to the groups of its processes."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error
@@ -377,7 +388,10 @@ class RemoteHost:
 
 
 class Hosts:
-    """All hosts of a request's devices; raises DeviceError if one can't be reached."""
+    """The hosts of all devices in a request, this machine and others alike.
+
+    Raises DeviceError if a host can't be reached.
+    """
 
     def __init__(self, devices: Sequence[Device], framework: str, workload: str) -> None:
         self._devices = devices
@@ -395,9 +409,9 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """Return where the ranks on these devices meet, one item for each.
+        """Return for each rank where it finds the other ranks to form a process group.
 
-        For PyTorch on one host that is a file in memory, else "address:port" with free ports.
+        For PyTorch on one host this is a file in memory, else "address:port" with a free port.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":
@@ -435,9 +449,10 @@ class Hosts:
         return found
 
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
-        """Return how many usable bytes other programs hold on each device, if known.
+        """Return how much of each device's usable memory other programs hold, in bytes.
 
-        On the devices in `clean`, no probe process runs.
+        `clean` has the devices on which no probe process runs. Devices with unknown use are left
+        out.
         """
         found: dict[int, int] = {}
         for host in self._among(positions):
@@ -445,14 +460,17 @@ class Hosts:
         return found
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]:
-        """Return the use of each GPU by other programs since the last call, if known."""
+        """Return for what part of the time other programs used each GPU since the last call.
+
+        GPUs with unknown use are left out.
+        """
         found: dict[int, Neighbours] = {}
         for host in self._with_drivers(positions):
             found |= host.ask("find_neighbours", tuple(positions))
         return found
 
     def available_memory_bytes(self) -> int:
-        """Return the free bytes of the host that has the least; 0 if all are lost."""
+        """Return the free memory, in bytes, of the host with the least; 0 if all hosts are lost."""
         sizes: list[int] = []
         for host in self._by_name.values():
             with suppress(HostLostError):
@@ -469,7 +487,7 @@ class Hosts:
             yield self._by_name[name]
 
     def _with_drivers(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
-        """Return the hosts of the GPUs among these positions."""
+        """Return the hosts that have GPUs among these positions; CPU slices have no driver."""
         return self._among(
             [position for position in positions if not self._devices[position].on_cpu]
         )

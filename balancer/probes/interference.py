@@ -48,9 +48,10 @@ CLOSE_SECONDS = 0.2  # timeout for closing all watches
 
 
 class Neighbours(NamedTuple):
-    """Fractions of time in which a device ran kernels of others, and of the probe.
+    """How a device's time is divided between the probe and other programs.
 
-    `names` are the other programs.
+    `part` and `own_part` are the fractions of time in which it ran kernels of other programs and of
+    the probe; `names` are the other programs.
     """
 
     part: float
@@ -61,7 +62,7 @@ class Neighbours(NamedTuple):
 class InterferenceMonitor:
     """Reads the drivers of the devices on this host, without waiting for slow ones.
 
-    A driver that is silent for `silent_seconds` counts as lost.
+    A driver that doesn't answer for `silent_seconds` counts as lost.
     """
 
     def __init__(
@@ -104,10 +105,12 @@ class InterferenceMonitor:
     def measure_short(
         self, positions: Iterable[int], own: Collection[int], clean: Collection[int]
     ) -> dict[int, int]:
-        """Return how many usable bytes other programs hold on each device, without unknown ones.
+        """Return how much of each device's usable memory other programs hold, in bytes.
 
-        - `own`: process ids of the search.
-        - `clean`: positions on which none of them runs.
+        - `own`: process ids of the probe processes, whose memory doesn't count.
+        - `clean`: positions of devices on which none of them runs.
+
+        Devices with unknown use are left out.
         """
         # if a driver doesn't list the processes, the number is known only for a clean position
         found: dict[int, int] = {}
@@ -121,10 +124,10 @@ class InterferenceMonitor:
     def find_neighbours(
         self, positions: Iterable[int], own: Collection[int]
     ) -> dict[int, Neighbours]:
-        """Return the use of each device since the last call, by own and by other processes.
+        """Return how own and other processes shared each device's time since the last call.
 
-        `own` has the process ids of the search. Devices whose driver doesn't list them are left
-        out.
+        `own` has the process ids of the probe processes. Devices whose driver doesn't list these
+        processes are left out.
         """
         # in a container, for example, the driver may number processes differently than this host
         found = {}
@@ -145,7 +148,10 @@ class InterferenceMonitor:
         return found
 
     def _round_up(self, position: int, short: int) -> int:
-        """Round bytes up to a hundredth of the device's memory, never below the last result."""
+        """Round a byte count up to a hundredth of the device's memory.
+
+        The result never falls below the last one, so that small changes aren't reported.
+        """
         # small changes aren't reported: the last value is returned until it is exceeded
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
@@ -170,7 +176,7 @@ class InterferenceMonitor:
         ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
-        """Return the readers of the drivers, opening those that are new."""
+        """Return the driver watches of these devices by position; missing ones are opened."""
         own = self._list_own_positions(positions)
         found = {}
         for position in own:
@@ -187,7 +193,10 @@ class InterferenceMonitor:
     def _read(
         self, positions: Iterable[int], wait_seconds: float, full: bool = False
     ) -> Mapping[int, Vitals]:
-        """Ask all drivers at once, and return what has arrived within the time."""
+        """Ask the drivers of these devices at once; return what arrives within `wait_seconds`.
+
+        For a driver without a new answer, that is its latest reading.
+        """
         watches = self._find_watches(positions)
         # only a full reading includes memory and processes
         asked = {i: watch.ask(full) for i, watch in watches.items()}
@@ -253,15 +262,15 @@ class DriverReader(Protocol):
 
 
 class DeviceWatch(DriverReader, Protocol):
-    """A DriverReader that also reports the use of devices by other programs."""
+    """A DriverReader that can also return how much other programs use each device."""
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]: ...
 
 
 class ProbeInterference:
-    """Compares driver readings from block to block of one probe.
+    """Reads the drivers of a probe's devices, to see whether heat or power limits slow it.
 
-    `idle` has the first readings of devices that no probe uses.
+    `idle` has the first readings of devices that no probe uses, for their idle power.
     """
 
     def __init__(
@@ -306,7 +315,10 @@ class ProbeInterference:
         )
 
     def mean_watts(self) -> dict[int, float]:
-        """Return the mean power of each device during the probe, where the driver counts energy."""
+        """Return the mean power of each device over the probe in watts, by position.
+
+        Devices whose driver doesn't count energy are left out.
+        """
         found = {}
         for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
             first = self._first.get(position, last)
@@ -362,7 +374,11 @@ def _unclear_bytes(memory_bytes: int) -> float:
 
 
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
-    """Return the bytes that other programs hold according to the driver, or None if unknown."""
+    """Return the bytes that programs other than the probe processes hold on a device.
+
+    `own` has the ids of the probe processes; `clean` means that none of them runs on the device.
+    None if the driver doesn't say.
+    """
     # `own` are the pids of the session's children; `clean`: no child runs on the device
     if vitals.used_bytes is None:
         return None
@@ -375,7 +391,11 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return the fraction of time between two readings in which a condition held; 0 if unknown."""
+    """Return the fraction of time between two driver readings in which a device was throttled.
+
+    `counter` is the reading's field with the seconds of one cause, such as "capped_seconds". 0 if
+    unknown.
+    """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0
     # `counter`: the field with the condition's seconds, such as "capped_seconds"

@@ -40,7 +40,7 @@ MOST_HELD = 256  # maximum number of sockets that are held
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
-    """Return how the devices of a layout synchronize, or "" if they don't."""
+    """Return the engine that synchronizes a layout's devices, or "" if they train separately."""
     if not key.traits.together:
         return ""
     return choose_group_engine(resolved, [resolved.devices[i] for i in key.active])
@@ -83,9 +83,9 @@ def map_ranks(
     environments: Sequence[ChildEnvironment],
     busy_cores: Mapping[int, float],
 ) -> RankMap:
-    """Return which devices the ranks of a layout use, and how many cores.
+    """Return which devices the ranks of a layout use, and how many cores each rank keeps busy.
 
-    `busy_cores` has the number of cores that a step keeps busy by position, where it was measured.
+    `busy_cores` has measured core counts by device position.
     """
     threads = environments[0].threads or 1
     positions = key.active * key.processes
@@ -106,9 +106,10 @@ def build_commands(
     ranks: RankMap,
     peers: tuple[str, ...] = (),
 ) -> list[Build]:
-    """Return the command that builds the workload in each rank.
+    """Return the command for each rank that makes it build the user's workload.
 
-    `peers` are the meeting points of the ranks, or empty if they don't train together.
+    `peers` has the address or file at which each rank meets the others; empty if the ranks train
+    independently.
     """
     request = resolved.request
     grouped = bool(peers)
@@ -159,7 +160,7 @@ def _make_stand_in(devices: int) -> tuple[float, ...]:
 
 
 def find_workers(knobs: Sequence[str]) -> int | None:
-    """Return the number of loader workers among the options tried, or None."""
+    """Return the number of data loader workers that a layout's options ask for, or None."""
     numbers = [knob.removeprefix(WORKERS) for knob in knobs if knob.startswith(WORKERS)]
     return int(numbers[0]) if numbers else None
 
@@ -202,14 +203,14 @@ def _compute_share(device: Device) -> float:
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """Return the memory limit that the framework must apply itself, or None."""
+    """Return the memory limit in bytes that the framework itself must enforce, or None."""
     # the memory of CPU slices in TensorFlow and PyTorch is capped from outside
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
 
 
 class RankMap(msgspec.Struct, frozen=True):
-    """Which device each rank of a layout uses, and how its compute time is found."""
+    """Which device each rank of a layout uses, and how many cores its steps keep busy."""
 
     # in rank order or, for one child over several devices, in the order of its devices
     positions: tuple[int, ...]
@@ -234,7 +235,7 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 
 
 class MemoryBudget:
-    """Estimates whether idle processes leave enough memory for the next probes.
+    """Estimates whether idle probe processes leave enough memory for the next probes.
 
     `available_bytes` returns the free memory of the host that has the least.
     """
@@ -258,11 +259,11 @@ class MemoryBudget:
         )
 
     def whole(self, position: int) -> int:
-        """Return all usable bytes of a device, 0 if unknown."""
+        """Return the usable memory of a device in bytes, 0 if unknown."""
         return self._devices[position].usable_memory_bytes or 0
 
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:
-        """Record the bytes that a process held after a pass of this many rows."""
+        """Record the bytes that an idle process held on a device after passes of this many rows."""
         self._peaks.setdefault(position, {})[rows] = held_bytes
 
     def record_short(self, position: int, short_bytes: int) -> None:
@@ -270,9 +271,9 @@ class MemoryBudget:
         self._short[position] = short_bytes
 
     def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:
-        """Return the idle groups to end before the next probes.
+        """Return the idle groups of processes that must be ended before the next probes can run.
 
-        `idle` has the bytes that each group holds on its devices.
+        `idle` has the bytes that each group holds on its devices. A group is named by its layout.
         """
         wanted = {probe.layout.children for probe in probes}
         others = [key for key in idle if key not in wanted]
@@ -300,7 +301,10 @@ class MemoryBudget:
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """Return the bytes that a pass needs, estimated from other row counts; None if unknown."""
+        """Estimate the bytes that a pass of `rows` rows needs, from passes of other sizes.
+
+        None if no pass was measured.
+        """
         peaks = self._peaks.get(position, {})
         # the memory held for other passes grows at most in proportion to the rows
         return min(

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Command: join the other ranks through a file, and make communicators for these groups."""
+    """Command: form a process group with the other ranks.
+
+    The ranks meet in `file`. A communicator is made for each of `groups`.
+    """
 
     file: str
     rank: int
@@ -27,21 +30,21 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
-    """Command: time all-reduces with the other members."""
+    """Command: time all-reduces among the ranks in `members`."""
 
     members: tuple[int, ...]
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """The rank has imported PyTorch."""
+    """The rank's process has started and imported PyTorch."""
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """The rank has its device, and begins to join."""
+    """The rank has opened its device and now joins the process group."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """The rank has joined the others."""
+    """The rank has joined the process group."""
 
 
 class Summed(msgspec.Struct, frozen=True, tag=True):
@@ -84,14 +87,14 @@ def main() -> None:
 
 
 class LinkRank:
-    """Executes the commands of one rank."""
+    """One rank's side of a link measurement: executes the parent's commands."""
 
     def __init__(self) -> None:
         self._member: LinkMember | None = None
         self._rank = 0
 
     def execute(self, command: LinkCommand) -> Iterator[LinkReply]:
-        """Execute a command, and yield its replies as they become due.
+        """Execute a command of the parent, and yield each reply when it is due.
 
         Raises ValueError if all-reduces are requested before the ranks have joined.
         """

@@ -85,7 +85,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """What the ranks are doing, as a verb and its past tense for error messages."""
+    """What the ranks are asked to do, worded for error messages, such as "join" and "joined"."""
 
     verb: str
     past: str
@@ -97,7 +97,7 @@ END = RankTask("end its all-reduce", "ended its all-reduce")
 
 
 class LinkError(Exception):
-    """An all-reduce couldn't be measured."""
+    """An all-reduce failed or hung, so the link has no speed."""
 
     def __init__(self, outcome: Outcome, detail: str, ranks_met: bool) -> None:
         super().__init__(detail)
@@ -106,7 +106,7 @@ class LinkError(Exception):
         self.ranks_met = ranks_met  # True if the ranks had joined before the error
 
     def describe(self, labels: tuple[str, ...], transport: Transport) -> LinkMeasurement:
-        """Return the error as a measurement of these devices."""
+        """Return a LinkMeasurement that records this error for the devices with these labels."""
         return LinkMeasurement(
             labels, transport, self.outcome, detail=self.detail, ranks_met=self.ranks_met
         )
@@ -117,11 +117,11 @@ def measure_links(
     report: Callable[[LinkMeasurement], None] = lambda _: None,
     program: Sequence[str] = PROGRAM,
 ) -> tuple[LinkMeasurement, ...]:
-    """Measure the all-reduce of each pair of devices, and of all together.
+    """Measure all-reduces between each pair of devices, and between all of them together.
 
     GPUs are measured over each transport. `report` is called after each measurement; `program` is
-    the command that runs a rank. If a link fails over the default transport, variables of NCCL with
-    which it works are searched too.
+    the command that runs a rank. For a link that fails over NCCL's default transport, the
+    environment variables that make it work are searched too.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:
@@ -144,9 +144,9 @@ def measure_links(
 
 
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
-    """Return the variables of NCCL with which an all-reduce works, or "" if none help.
+    """Return the NCCL environment variables that make an all-reduce work between these devices.
 
-    The text is like "NCCL_P2P_DISABLE=1".
+    The text is like "NCCL_P2P_DISABLE=1"; "" if no variables help.
     """
     everyone = [tuple(range(len(devices)))]
     for transport, variables in TRANSPORTS.items():
@@ -159,7 +159,11 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
 
 
 def read_switches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of NCCL that restrict transports, in a normal form."""
+    """Return the NCCL variables in an environment that switch transports off.
+
+    Different spellings of the same setting give the same result: for example, a P2P level of "LOC"
+    becomes NCCL_P2P_DISABLE=1.
+    """
     found = {}
     for name in (P2P_OFF, SHARED_OFF):
         if environment.get(name, "") not in ("", "0"):
@@ -173,7 +177,7 @@ def read_switches(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_transport(devices: Sequence[Device]) -> Transport:
-    """Return the transport that the environment variables select for these devices."""
+    """Return the NCCL transport that environment variables select for these devices."""
     # the variables concern only GPUs
     switches = {} if any(device.on_cpu for device in devices) else read_switches(os.environ)
     for transport, variables in TRANSPORTS.items():
@@ -183,14 +187,15 @@ def find_transport(devices: Sequence[Device]) -> Transport:
 
 
 def switches_of(transport: Transport) -> Mapping[str, str]:
-    """Return the variables of NCCL that select a transport."""
+    """Return the NCCL environment variables that select this transport."""
     return read_switches(os.environ) if transport == SET_HERE else TRANSPORTS[transport]
 
 
 def name_path(devices: Sequence[Device], switches: Mapping[str, str]) -> str:
     """Return the slowest path between devices of one host, such as "NVLink"; "" if unknown.
 
-    `switches` are the variables of NCCL that are set.
+    `switches` are NCCL environment variables and their values; if they switch P2P off, the text
+    says so.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
@@ -204,7 +209,7 @@ def name_path(devices: Sequence[Device], switches: Mapping[str, str]) -> str:
 
 
 def write_variables(variables: Mapping[str, str]) -> str:
-    """Return variables as in a shell command, such as "A=1 B=2"."""
+    """Write environment variables as in a shell command, such as "A=1 B=2"."""
     return " ".join(f"{name}={text}" for name, text in variables.items())
 
 
@@ -214,7 +219,10 @@ def _measure_over_transport(
     transport: Transport,
     program: Sequence[str],
 ) -> Iterator[LinkMeasurement]:
-    """Yield a measurement of each set of devices over one transport."""
+    """Measure all-reduces within each set of devices over one NCCL transport.
+
+    `sets` has the indices of each set's devices. Yields one measurement per set.
+    """
     # each of `sets` lists the indices in `devices` of its members
     group: LinkGroup | None = None
     everyone = tuple(range(len(devices)))
@@ -247,7 +255,7 @@ def _measure_over_transport(
 def _measure_with_new_processes(
     devices: Sequence[Device], labels: tuple[str, ...], transport: Transport, program: Sequence[str]
 ) -> LinkMeasurement:
-    """Measure one set of devices in processes of its own."""
+    """Measure one set of devices in new processes, after an earlier failure or for a single set."""
     group: LinkGroup | None = None
     try:
         everyone = tuple(range(len(devices)))
@@ -274,9 +282,9 @@ def _describe(devices: Sequence[Device], transport: Transport, summed: Summed) -
 
 
 class LinkGroup:
-    """Processes of all ranks, which have joined; raises LinkError if they can't.
+    """Rank processes on all devices, joined in one process group to measure links.
 
-    `sets` are the groups of ranks that will be measured.
+    `sets` are the groups of ranks that will be measured. Raises LinkError if the ranks can't join.
     """
 
     def __init__(
@@ -309,7 +317,7 @@ class LinkGroup:
         self._receive_replies(Joined, everyone, until - time.monotonic(), JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
-        """Time all-reduces among these ranks; the slowest rank counts.
+        """Time all-reduces among these ranks; return the result of the slowest rank.
 
         Raises LinkError if a rank fails or hangs.
         """
@@ -337,7 +345,11 @@ class LinkGroup:
         task: RankTask,
         late_seconds: float | None = None,
     ) -> list[_Reply]:
-        """Wait for a reply of each member, in order; raises LinkError."""
+        """Wait for a reply of this kind from each member; return them in the order of `members`.
+
+        `task` names in errors what the ranks were to do. After the first reply, the others have
+        only `late_seconds` left. Raises LinkError if a rank fails or doesn't reply in time.
+        """
         began = time.monotonic()
         until = began + seconds
         waiting = set(members)
@@ -380,7 +392,7 @@ def _explain(reply: LinkReply | None) -> str:
 
 
 class _RankProcess:
-    """Process of one rank."""
+    """Process of one rank, on one device."""
 
     def __init__(
         self, device: Device, variables: Mapping[str, str], program: Sequence[str]
@@ -418,11 +430,11 @@ class _RankProcess:
 
     @property
     def has_reply(self) -> bool:
-        """Whether a whole reply was read already."""
+        """Whether a complete reply is waiting in the buffer."""
         return b"\n" in self._buffer
 
     def receive(self) -> LinkReply | None:
-        """Return the next reply, or None if the process ended or wrote something else."""
+        """Return the next reply; None if the process has ended, or wrote something else."""
         while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
             # this blocks, so call it only once a part of a reply has arrived
             piece = os.read(self.replies, LONGEST_LINE)

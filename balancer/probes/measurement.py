@@ -55,7 +55,7 @@ class Timeouts(msgspec.Struct, frozen=True):
 
 
 def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
-    """Return the command that prepares the processes of a layout for its shares and passes."""
+    """Return the command that sets each process's share and passes for a layout."""
 
     def pick(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sizes[position] for position in ranks.unique_positions)
@@ -82,13 +82,16 @@ class ProgressReporter:
         self._entered, self._last = time.monotonic(), float("-inf")
 
     def enter(self, phase: str) -> None:
-        """Enter a phase and report it at once, unless it is the current one."""
+        """Begin a phase such as "building", and report it at once unless it is the current one."""
         if phase != self.phase or self._last < 0:
             self.phase, self._entered, self._last = phase, time.monotonic(), float("-inf")
             self.update()
 
     def update(self, rate: float | None = None, relative: float | None = None) -> None:
-        """Set samples/s and the relative half-width of its 95 % interval, and report if due."""
+        """Set the throughput in samples/s and its relative error, and report if a report is due.
+
+        `relative` is the half-width of the 95 % interval as a fraction of the throughput.
+        """
         self._latest = rate, relative
         self.repeat()
 
@@ -100,7 +103,7 @@ class ProgressReporter:
         self._report(ProbeProgress(self._probe, phase, *self._latest, self._now(), seconds, where))
 
     def repeat(self) -> None:
-        """Report the latest state again, unless that has just been done."""
+        """Report the latest state again if a report is due."""
         if (at := time.monotonic()) - self._last >= REPORT_SECONDS:
             self._last = at
             self._report(
@@ -111,12 +114,13 @@ class ProgressReporter:
 
 
 class Measurement:
-    """Measures one probe with a group of running processes.
+    """Measures one probe with a group of running probe processes.
 
-    - `row_tokens`: mean tokens per row, 0 without lengths. Times are scaled to it.
-    - `idle`: readings of devices that no probe uses, for their idle power.
-    - `closer`: also time steps without data loading and, on GPUs, with kernels enqueued
-      beforehand.
+    - `row_tokens`: mean number of tokens per row in the data; step times are scaled to it. 0 if
+      rows have no lengths.
+    - `idle`: driver readings of devices that no probe uses, for their idle power.
+    - `closer`: also time steps without data loading and, on GPUs, steps whose kernels are all
+      enqueued beforehand.
     """
 
     def __init__(
@@ -159,8 +163,10 @@ class Measurement:
         """Prepare the processes, time blocks of steps, and return the result.
 
         - `started`: the monotonic time at which the probe began.
-        - `warm_up_share`: the most rows of a smaller step that runs first; 0 means none.
-        - `short_bytes`: memory that other processes hold on each device, for the result.
+        - `warm_up_share`: the largest share of a smaller step that runs first; 0 means
+          none.
+        - `short_bytes`: memory that other programs hold on each device, passed on to the
+          result.
 
         Raises GroupError if a process fails, and StoppedError once `stop` is set.
         """
@@ -201,7 +207,7 @@ class Measurement:
         )
 
     def _measure_limits(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Time steps without data loading and, on GPUs, with kernels enqueued beforehand."""
+        """Time steps without data loading and, on GPUs, without the delay of enqueuing kernels."""
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
         largest = max((each for each in known if each is not None), default=None)
@@ -221,12 +227,15 @@ class Measurement:
         self._keep_batch(False, stop)
 
     def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
-        """Switch the reuse of one batch on or off, and return whether all ranks can do it."""
+        """Tell all ranks to train on one batch again and again, or on new batches again.
+
+        Returns whether all ranks can do it.
+        """
         replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """Time steps on a batch that stays in memory, after a warm-up."""
+        """Return the step time on a batch that stays in memory, measured after a warm-up."""
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         # a warm-up, because cores and GPUs that have waited for rows are slower at first
         self._time_kept_for(seconds / 2, step_seconds, stop)
@@ -248,9 +257,9 @@ class Measurement:
 
     @property
     def busy_cores(self) -> float | None:
-        """Mean number of cores that a step keeps busy.
+        """Mean number of CPU cores that a step keeps busy.
 
-        None unless a single rank ran on cores of its own.
+        None unless the probe has a single rank with CPU cores of its own.
         """
         if not self._work_seconds:
             return None
@@ -291,7 +300,7 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """Add the use of each device by other processes to its breakdown."""
+        """Add to each device's breakdown what part of the time other programs used the device."""
         positions = self._ranks.unique_positions
         if len(timing.parts) != len(positions):
             return timing
@@ -330,7 +339,7 @@ class Measurement:
         )
 
     def _make_block(self, ran: Sequence[Ran]) -> Block:
-        """Combine the replies of all ranks to one block."""
+        """Combine the ranks' replies about a block of steps; the slowest rank's time counts."""
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
         ran = self._scale_to_mean_tokens(ran)
@@ -359,7 +368,10 @@ class Measurement:
         )
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """Return the breakdown of a rank's block."""
+        """Return how a rank spent its time in a block:
+
+        data loading, optimizer, waiting for cores.
+        """
         idle = None
         if self._ranks.own_cores and len(self._ranks.positions) == 1:
             # idle time: no thread computed, waited for a core or fetched rows
@@ -374,7 +386,10 @@ class Measurement:
         )
 
     def _scale_to_mean_tokens(self, ran: Sequence[Ran]) -> Sequence[Ran]:
-        """Scale a block's times to the mean number of tokens per row."""
+        """Scale a block's times as if its rows had the mean number of tokens.
+
+        Otherwise the random lengths of rows would add noise.
+        """
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
         layout, steps = self._probe.layout, ran[0].steps
@@ -386,7 +401,7 @@ class Measurement:
         return [_scale_times(reply, factor) for reply in ran]
 
     def _mean_work(self) -> list[Work | None]:
-        """Return the work per step of each rank, averaged over blocks."""
+        """Return each rank's mean work per step, such as its tokens, over all blocks."""
         ranks = zip(*self._work, strict=True)
         return [
             Work(*map(fmean, zip(*map(msgspec.structs.astuple, rank), strict=True)))
@@ -394,7 +409,10 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return the fraction of a block in which the process had its cores, or None if unknown."""
+        """Return the fraction of a block in which the process got the CPU cores it wanted.
+
+        None if unknown.
+        """
         # other processes may use its cores, so the fraction is unknown
         if not self._ranks.own_cores:
             return None
@@ -411,9 +429,9 @@ class Measurement:
         )
 
     def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
-        """Combine the blocks of independent processes on one device.
+        """Combine the replies of independent processes that share one device.
 
-        A step of the result is one step of each process.
+        One step of the result stands for one step of each process.
         """
         sizes = [reply.memory_bytes[0] for reply in ran]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
@@ -435,7 +453,7 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Arrange values of ranks by device position, with None for unused devices."""
+        """Arrange one value per rank by device position, with None for unused devices."""
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(
             by_position.get(position) for position in range(len(self._probe.layout.shares))

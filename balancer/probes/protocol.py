@@ -114,19 +114,19 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):
-    """The workload is built; `facts` describe it."""
+    """The process has built the workload; `facts` describe it."""
 
     facts: Annotated[dict[str, str], msgspec.Meta(max_length=200)]
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """The first step has run."""
+    """The first step with the new shares has run."""
 
     first_step_seconds: Seconds
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
-    """Times and peak memory of a block of steps."""
+    """Duration and peak memory of the steps that a RunSteps command asked for."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     wall_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -150,19 +150,19 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):
-    """Whether the workload can reuse a batch."""
+    """Reply to KeepBatch: whether the workload can train on one batch repeatedly."""
 
     able: bool
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
-    """Result of the all-reduces; None if the workload can't measure links."""
+    """Measured speed of the all-reduces; None if the workload can't measure it."""
 
     speed: LinkSpeed | None
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """Seconds of a step with kernels enqueued beforehand; None if unknown."""
+    """Seconds of a step without the delay of enqueuing kernels; None if unknown."""
 
     seconds: Seconds | None
 
@@ -241,7 +241,7 @@ def parse_reply(text: bytes) -> Reply | InvalidReply:
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """Where the main thread of a probe process is, to explain a timeout or a slow start.
+    """Stack of a probe process's main thread, to explain a timeout or a slow start.
 
     `step` is "importing" in an import statement, "loading" in the user's file, "building" in the
     user's function, else "preparing".
@@ -253,9 +253,9 @@ class Stack(msgspec.Struct, frozen=True):
 
 
 def read_stack(output: str) -> Stack | None:
-    """Find the stack of the worker's main thread in its standard error.
+    """Find the stack of a probe process's main thread in its standard error output.
 
-    The newest one that `faulthandler` wrote counts. None if there is none.
+    `faulthandler` wrote it there. The newest one is returned; None if there is none.
     """
     for text in reversed(_THREAD.split(output)[1:]):
         frames = _FRAME.findall(text)  # the innermost first

@@ -16,7 +16,7 @@ LARGEST_BYTES = 64 << 20
 
 
 class ScriptCopy(msgspec.Struct, frozen=True):
-    """The Python files of a script's folder, by their relative paths."""
+    """The user's script and the other Python files in its folder, by relative path."""
 
     folder: str  # path of the script's folder
     name: str  # the script's file name
@@ -76,7 +76,7 @@ class WrittenScript:
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:
-        """Replace the temporary folder in a text by the script's original folder."""
+        """In an error text, replace the copy's temporary folder by the original script's folder."""
         return text.replace(self._folder, self._script.folder)
 
     def close(self) -> None:

@@ -31,7 +31,10 @@ QUICK = "it was quick"
 
 
 class SharedRecipe:
-    """A built workload that later processes finish for their own device."""
+    """A user's workload that was built once, before its model was moved to a device.
+
+    Processes forked afterwards finish it, each for its own device.
+    """
 
     def __init__(self, command: Build, recipe: Any) -> None:
         self._key = _key(command)
@@ -40,17 +43,17 @@ class SharedRecipe:
         self.server_pid = os.getppid()
 
     def suits(self, command: Build) -> bool:
-        """Return whether a build command asks for the same workload and settings."""
+        """Return whether a build command asks for this workload with the same settings."""
         return _can_share(command) and _key(command) == self._key
 
     def finish(self, setup: WorkerSetup) -> Workload:
-        """Return the workload for the device of this process."""
+        """Move the workload to the device of this process, and return it."""
         workload: Workload = self._recipe.finish(setup)
         return workload
 
 
 class BuildChannel:
-    """Connection over which a copy of this process serves fork requests.
+    """A probe process's socket over which a copy of it will be asked to fork more processes.
 
     `run` is what each forked process executes.
     """
@@ -62,9 +65,11 @@ class BuildChannel:
         self._run = run
 
     def build(self, command: Build) -> SharedRecipe | None:
-        """Build the workload, and leave a copy of this process if that is worth it.
+        """Build the user's workload, then fork a copy of this process that keeps it in memory.
 
-        Reports over the channel whether it did. Returns None for a workload that can't be shared.
+        Later probe processes are forked from the copy instead of building again. No copy is made if
+        the build was quick, or if the process can't be forked; the reason is sent over the channel.
+        Returns None, without building, for a workload that can't be shared.
         """
         with self._socket:
             setup = command.setup
@@ -86,7 +91,7 @@ class BuildChannel:
             return shared
 
     def _leave_copy(self, shared: SharedRecipe) -> str:
-        """Fork a copy that serves requests; return why that failed, or ""."""
+        """Fork a copy of this process that serves fork requests; return why that failed, or ""."""
         gc.collect()
         try:
             pid = os.fork()
@@ -97,7 +102,7 @@ class BuildChannel:
         return ""
 
     def _serve(self, shared: SharedRecipe) -> None:
-        """Serve fork requests in the copy until the channel closes."""
+        """In the copy: fork a process on each request, until the channel closes."""
         try:
             os.setsid()  # killing the child's process group then doesn't kill the copy
             _close_all_but(self._socket.fileno())
@@ -110,7 +115,7 @@ class BuildChannel:
 
 
 def _can_share(command: Build) -> bool:
-    """Return whether a workload may be built once for several processes."""
+    """Return whether one build of this workload can serve several processes."""
     # the user's own workloads in PyTorch
     own = command.framework == "torch" and ":" in command.workload
     return own and not command.setup.placement
@@ -121,7 +126,7 @@ def _key(command: Build) -> tuple[str, str]:
 
 
 def _close_all_but(kept: int) -> None:
-    """Close all file descriptors except `kept` and those of GPU drivers."""
+    """Close all file descriptors except `kept` and the ones of GPU drivers."""
     # while a copy has the child's pipes open, their reader sees no end of file after the child's
     # exit
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -31,12 +31,12 @@ LATER = (
 
 
 class SimulatedProber:
-    """Calculates the outcome of probes from a machine's description, with random noise.
+    """Computes the outcomes of probes from a machine's description, with random noise.
 
     - `seed`: the same seed gives the same noise.
-    - `pace`: fraction of real time that a probe takes; 0 means no waiting.
-    - `start_seconds`: where the clock starts, above 0 for a resumed run.
-    - `end_seconds`: the time on that clock at which probes stop.
+    - `pace`: real seconds to wait for each simulated second; 0 means no waiting.
+    - `start_seconds`: where the simulated clock starts, above 0 for a resumed run.
+    - `end_seconds`: the simulated time at which probes stop.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class SimulatedProber:
     ) -> Iterator[Observation]:
         """Run probes at the same time, and yield the outcome of each as it ends.
 
-        Probes cut off by `stop` or `end_seconds` yield nothing. Devices of `finished` probes count
-        as busy.
+        Probes that are cut off by `stop` or `end_seconds` yield nothing. `finished` has probes of
+        the same round that have ended; their devices don't count as idle.
         """
         start = self._clock
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
@@ -87,9 +87,9 @@ class SimulatedProber:
         return self._clock
 
     def facts(self) -> Facts:
-        """Return the digest of the machine's description, and the size of the model's state.
+        """Return a digest of the machine's description, and the memory of the model's state.
 
-        The size is None for a model that can't be sharded.
+        The latter is None for a model that can't be sharded.
         """
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
@@ -104,11 +104,11 @@ class SimulatedProber:
         return Facts(engine="simulated", workload_digest=digest, state=state)
 
     def close(self) -> None:
-        """End the waiting of running probes."""
+        """Interrupt the waiting of running probes."""
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the clock; return False if the probe was stopped or is too late."""
+        """Advance the simulated clock; return False if the probe was stopped or time is over."""
         # no wait if `pace` is 0
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
@@ -123,7 +123,7 @@ class SimulatedProber:
 
 
 class _SimulatedProbe:
-    """Outcome and progress reports of one simulated probe."""
+    """One simulated probe: its outcome, and the progress reports that lead to it."""
 
     def __init__(
         self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0
@@ -178,7 +178,7 @@ class _SimulatedProbe:
         return self._timed(step, parts, short)
 
     def _usable_bytes(self, position: int) -> int:
-        """Return the memory of a device that a step can use."""
+        """Return how much memory of a device, in bytes, a training step can use."""
         usable = self._machine.usable_memory_bytes(position)
         shards, layout = self._machine.shards, self._probe.layout
         if shards is None or not layout.state:
@@ -198,7 +198,7 @@ class _SimulatedProbe:
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _simulate_step(self) -> tuple[float, tuple[float | None, ...]]:
-        """Return the step time and each device's compute time, without noise."""
+        """Return the step time and each device's compute time in seconds, without noise."""
         # the compute time is None for a device without rows
         layout = self._probe.layout
         machine = self._machine
@@ -265,7 +265,7 @@ class _SimulatedProbe:
         )
 
     def _mean_watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """Return the mean power of each device; empty if unknown."""
+        """Return the mean power of each device in watts; empty if unknown."""
         layout = self._probe.layout
         found = list[float | None]()
         if layout.traits.placed:  # the busy time of each of its devices isn't specified
@@ -280,7 +280,7 @@ class _SimulatedProbe:
     def _throttle(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the step time and compute times as lengthened by throttling."""
+        """Lengthen the step time and compute times for devices that are throttled at this time."""
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
         longest = max(filter(None, parts), default=0.0)
@@ -329,7 +329,7 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """Return a random factor for the time of a block."""
+        """Return a random factor for the duration of a block of `steps` steps."""
         # `noise`: the relative standard deviation of one step's duration
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 

@@ -101,7 +101,7 @@ def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | Non
 
 
 class Worker:
-    """Executes the commands of the search on a workload."""
+    """Executes the parent's commands on the user's workload in a probe process."""
 
     def __init__(
         self, building: BuildChannel | None = None, shared: SharedRecipe | None = None
@@ -144,7 +144,7 @@ class Worker:
                 raise ValueError(f"unknown command: {command}")
 
     def report_idle(self) -> None:
-        """Stop appearing as a training run in the monitor until the next step."""
+        """Remove this process from the monitor's list of training runs, until its next step."""
         self._reporter.close()
 
     def describe_error(self, error: BaseException) -> protocol.ChildError:
@@ -167,9 +167,9 @@ class Worker:
         return protocol.ChildError(types, text, where, trace)
 
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
-        """Try to free the memory of a step that ran out of it.
+        """After a step that ran out of memory, try to free it, so that the process can continue.
 
-        Returns `reply` with the result; an error that isn't about memory is left as it is.
+        Returns `reply` with the result. Errors that aren't about memory are returned unchanged.
         """
         if not error_is_memory(reply.types, reply.text):
             return reply
@@ -282,7 +282,7 @@ class Worker:
     def _check_loss_and_report(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True
     ) -> None:
-        """Note whether the loss is finite, and report the steps to the monitor."""
+        """Record whether the loss is still finite, and report the steps to the monitor."""
         self._steps += steps
         if not self._not_finite_step and not workload.loss_is_finite():
             self._not_finite_step = self._steps
@@ -296,7 +296,7 @@ class Worker:
         )
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
-        """Run steps; return the seconds of spinning that imitate a slower device."""
+        """Run steps, and return how many seconds were spent spinning to imitate a slower device."""
         if build.compute < 1:
             return sum(self._run_slowed_step(workload, build) for _ in range(count))
         for _ in range(count):
@@ -305,7 +305,7 @@ class Worker:
         return 0.0
 
     def _run_slowed_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Spin, then run a step; return the seconds of spinning."""
+        """Spin to imitate a slower device, then run a step; return the seconds of spinning."""
         # spinning comes first, because the other ranks then wait for this one as for a slow device
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -343,7 +343,7 @@ def _encodable(text: str) -> str:
 
 
 def _without_middle(text: str) -> str:
-    """Shorten a long text to its first and last lines."""
+    """Shorten a long error text to its first and last lines."""
     if len(text) <= protocol.LONGEST_TEXT:
         return text
     # TensorFlow's errors begin with the place where an operation was made, which may take pages,
@@ -370,7 +370,7 @@ def _exit_now() -> None:
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return streams for commands and replies that the user's code can't reach."""
+    """Return streams for commands and replies that the user's code can't read or write."""
     # afterwards, descriptor 0 is empty and descriptor 1 writes to standard error
     commands, replies = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -381,7 +381,7 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """Yield lines until the stream ends; call `idle` if none arrives for IDLE_SECONDS."""
+    """Yield lines until the stream ends; call `idle` when no line has come for IDLE_SECONDS."""
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
             idle()
