@@ -208,7 +208,7 @@ def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation
 
 
 def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
-    """Return the measurement, or None if it was stopped; raise NoLayoutError for a failure."""
+    """Return the measurement, or None if stopped; raise NoLayoutError for a failure."""
     if isinstance(seen, OutOfMemory):
         labels = ", ".join(devices[i].label for i in seen.devices)
         where = f" on {labels}" if labels else ""

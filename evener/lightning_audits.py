@@ -86,7 +86,10 @@ class ModuleAudit:
     def _compute_manually(
         self, others: Sequence[Any], sketcher: GradientSketcher, part: Part
     ) -> None:
-        """Run a training_step with manual optimization, and sketch the gradients of its losses."""
+        """Run a training_step with manual optimization, and sketch the gradients of its losses.
+
+        Raises RequestError if it gives none to `manual_backward`.
+        """
         # weights that training_step itself changes are restored
         module = self._strategy.lightning_module
         counted = []

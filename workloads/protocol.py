@@ -135,7 +135,10 @@ class Workload(ABC):
         return False
 
     def measure_link(self) -> LinkSpeed | None:
-        """Measure all-reduce between the ranks. None without a group, or if it isn't supported."""
+        """Measure all-reduce between the ranks. None without a group, or if it isn't supported.
+
+        All ranks have to call this at the same time.
+        """
         return None
 
     def time_on_device(self) -> float | None:
@@ -232,7 +235,7 @@ class MemoryMeter:
         return (None,) * self._devices
 
     def held(self) -> int:
-        """Return the bytes in use now."""
+        """Return the bytes of memory in use now, or 0 if the kernel doesn't report them."""
         _return_unused()
         return _status_bytes("VmRSS") or 0
 

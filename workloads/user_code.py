@@ -124,7 +124,10 @@ def script_framework(script: Path) -> str:
 
 
 def list_imports(node: ast.AST) -> list[str]:
-    """Return what a statement imports, as "module" or "module:name". Empty for other statements."""
+    """Return what a statement imports, as "module" or "module:name".
+
+    Empty for relative imports and other statements.
+    """
     if isinstance(node, ast.ImportFrom) and not node.level:
         return [f"{node.module}:{alias.name}" for alias in node.names]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -30,7 +30,10 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return the number of labels that the batch's loss is averaged over."""
+        """Return the number of labels that the batch's loss is averaged over.
+
+        It is 0 for a loss that isn't a mean over labels.
+        """
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:

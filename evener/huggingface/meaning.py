@@ -316,7 +316,10 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Compare the gradient by unequal shares with that of all rows at once."""
+        """Compare the gradient by unequal shares with that of all rows at once.
+
+        Returns the difference and its cause, or None if they agree.
+        """
         # Return the difference and its cause, or None. The difference is between the gradients or,
         # if these agree, between the losses.
         computations = self._computations.make(self._few, loss)

@@ -37,7 +37,7 @@ def weigh_passes(
 
     `sizes` has the row counts of this rank's passes for each global batch, and `totals` the rows of
     each global batch. `items` is this rank's `num_items_in_batch`, or None. Ranks exchange their
-    counts by a collective.
+    counts by a collective. Every rank has to call this.
     """
     by_labels = loss.mean_over not in (ITEMS, ROWS)
     weights = _weigh_by_rows(sizes, totals)

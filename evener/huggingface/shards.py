@@ -53,7 +53,10 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         keep_no_casts(self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as one checkpoint that other programs can load."""
+        """Save the model as one checkpoint that other programs can load.
+
+        Every rank has to call this.
+        """
         # The shards are gathered a few layers at a time.
         folder = self.args.output_dir if output_dir is None else output_dir
         whole = _internal_call and not self.args.save_only_model

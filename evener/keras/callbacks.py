@@ -52,7 +52,10 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._engine.check_data(epoch_ends=True)
 
     def agree(self, *_: Any, **__: Any) -> None:
-        """Stop the training in all processes if any process wants to stop."""
+        """Stop the training in all processes if any process wants to stop.
+
+        Every process has to call this.
+        """
         (stops,) = self._group.sum_now([tf.constant(float(self.model.stop_training))])
         self.model.stop_training = bool(stops > 0)
 

@@ -143,7 +143,10 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make_function(self, name: str, force: bool = False) -> Any:
-        """Replace Keras' `make_train_function` and its like: make the function, then wrap it."""
+        """Replace Keras' `make_train_function` and its like: make the function, then wrap it.
+
+        Raises RequestError if the engine can't run the model.
+        """
         # `name` is Keras' method, such as "make_train_function". With `force`, an existing function
         # is replaced.
         model = self.model

@@ -190,7 +190,10 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
 
 
 def check_options(options: Mapping[str, bool], group: Group) -> None:
-    """Raise RequestError if processes were given different options."""
+    """Raise RequestError if processes were given different options.
+
+    Every process has to call this.
+    """
     own = [tf.one_hot(group.rank, group.size, float(value), 0.0) for value in options.values()]
     values_by_rank = [each.numpy() for each in group.sum_now(own)]
     check_agreement(

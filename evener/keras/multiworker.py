@@ -196,7 +196,10 @@ class Workers:
         self.group.share_weights([variable.value for variable in variables])
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return the work and waiting times of each device in the latest steps."""
+        """Return the work and waiting times of each device in the latest steps.
+
+        Empty before the first step.
+        """
         steps, rank = self.times.read(), self.group.rank
         found = []
         for other in range(self.group.size):

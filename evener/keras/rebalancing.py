@@ -129,7 +129,10 @@ FEWEST_STEPS = 3  # minimum number of steps with full batches in a window
 
 
 class GroupRebalancer:
-    """Decides from measured work times when processes should get other shares of the rows."""
+    """Decides from measured work times when processes should get other shares of the rows.
+
+    `shares` are the plan's shares, or empty without a plan.
+    """
 
     def __init__(self, cut: ChangingCut, shares: Sequence[Share], rank: int) -> None:
         curves = read_curves(shares) if shares else proportional_curves(cut.weights)
@@ -144,7 +147,7 @@ class GroupRebalancer:
         """Change the shares if the latest steps show that others would be faster.
 
         `steps` is how many steps have run since the last call. All processes see the same times, so
-        they make the same change.
+        they make the same change. Every process has to call this after the same steps.
         """
         self._steps += steps
         if self._steps < WINDOW_STEPS:

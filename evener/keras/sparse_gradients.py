@@ -96,7 +96,8 @@ def spec_of(tensor: Any) -> Any:
 def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any]:
     """Replace gradients that are None here but not in another process by zeros.
 
-    Otherwise, the processes would all-reduce tensors of different lengths, and hang.
+    Otherwise, the processes would all-reduce tensors of different lengths, and hang. Every process
+    has to call this.
     """
     # Python code may choose weights by a process's own rows. Without the zeros, processes would sum
     # tensors of different lengths and wait for each other forever.

@@ -287,7 +287,10 @@ class Split:
         ratios: Sequence[float] | None,
         global_batch: int | None,
     ) -> tuple[tuple[str, ...], Cut, int | None]:
-        """Return the devices, how batches are divided among them, and the global batch in rows."""
+        """Return the devices, how batches are divided among them, and the global batch in rows.
+
+        The global batch is None if neither the plan nor the caller names one.
+        """
         # The global batch is None if neither the plan nor the caller specifies it.
         if self.plan is None:
             chosen = (
@@ -379,9 +382,10 @@ def _check_arguments(engine: str, noise: bool) -> None:
 
 
 def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan | None:
-    """Return the plan, or None if devices are given instead of one.
+    """Return the plan, or None if devices are given instead.
 
-    Raises RequestError unless exactly one source of devices is given.
+    Raises RequestError unless exactly one source of devices is given, or if ratios come with a
+    plan.
     """
     # Return None if devices are given instead.
     if not isinstance(plan, Plan) and gpus is None and devices is None:

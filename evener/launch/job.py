@@ -232,7 +232,10 @@ def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
 
 
 def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
-    """Return the host and port where the processes meet."""
+    """Return the host and port where the processes meet.
+
+    Raises DeviceError if the host can't be found.
+    """
     # None stands for the plan's first host and the default port; a host is unknown if its name
     # can't be resolved
     if rendezvous:

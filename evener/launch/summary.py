@@ -41,7 +41,10 @@ End = Literal["finished", "interrupted", "failed"]
 
 
 class RankSummary(msgspec.Struct, frozen=True):
-    """One device at the end of a training run."""
+    """One device at the end of a training run.
+
+    0 stands for an unknown value.
+    """
 
     device: str
     share: int  # rows per step at the end

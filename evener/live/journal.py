@@ -174,7 +174,8 @@ class TrainingJournal:
     """Writes the journal of a training run, from the first rank.
 
     `devices` and `shares` have an item for each rank. If the file can't be written, entries are
-    kept and written later, with a warning.
+    kept and written later, with a warning. `plan_created` is the time at which the plan was made;
+    "" without a plan.
     """
 
     def __init__(

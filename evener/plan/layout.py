@@ -156,7 +156,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Rows of each device in a step."""
+        """Rows of each device in a step; 0 for a device that is left out."""
         return tuple(share.batch for share in self.share)
 
     @property

@@ -144,7 +144,10 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 
 
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
-    """Find the script's stack frame whose variables include a trained model or the loader."""
+    """Find the script's stack frame whose variables include a trained model or the loader.
+
+    None if there is no such frame.
+    """
     # `weights` are the ids of the optimizer's parameters. Frames that have both are preferred to
     # frames that have one of them. Of these, the outermost is returned, because lines inserted
     # there run once, before all epochs.

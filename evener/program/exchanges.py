@@ -179,7 +179,8 @@ class Exchanges:
     def note_entered(self, words: str, what: str) -> None:
         """Record that a collective's result affects `what`, such as "its loss".
 
-        The first such record becomes `fault`, and keeps shares equal.
+        The first such record becomes `fault`, and keeps shares equal. `words` names the collective;
+        nothing happens if it is "".
         """
         # an example of `what` is "its loss"; an earlier fault stays
         if words and not self.fault:

@@ -384,7 +384,10 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
 
 
 def _draw_rank(sampler: Any, rank: int) -> list[Any]:
-    """Return the batches of row indices that rank `rank` draws, from a copy of the sampler."""
+    """Return the batches of row indices that rank `rank` draws, from a copy of the sampler.
+
+    Raises RequestError if the sampler can't be copied for the rank.
+    """
     # at most one batch more than the sampler's length
     try:
         with kept_state():

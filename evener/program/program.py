@@ -295,7 +295,10 @@ class Program:
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
 
     def _note_obstacle(self, optimizer: Any) -> None:
-        """Print why this optimizer's model can't train with unequal shares, if it can't."""
+        """Print why this optimizer's model can't train with unequal shares, if it can't.
+
+        Raises RequestError in strict mode.
+        """
         # the step isn't in a loop that can train by shares; a later one may be
         words = views.find_obstacle(optimizer, list(self.models), self._find_loader_obstacle())
         if words:
@@ -356,7 +359,10 @@ class Program:
         self.notebook.warn(views.EXCHANGED)
 
     def open_loop(self) -> None:
-        """End the current training run if the new loop trains another model."""
+        """End the current training run if the new loop trains another model.
+
+        Every rank has to call this equally often.
+        """
         # If the program trains another model from now on, as for the next fold of a
         # cross-validation, a new training run begins. Its shares are equal until its loss has been
         # checked.
@@ -464,7 +470,8 @@ class Program:
     def finish(self, loop: Any) -> None:
         """Finish the step of the loop's last batch.
 
-        After the first step, all ranks decide whether shares may differ.
+        After the first step, all ranks decide whether shares may differ. Every rank has to call
+        this equally often.
         """
         if loop.was_interrupted:
             raise RequestError(*views.INTERRUPTED)
@@ -577,7 +584,7 @@ class Program:
     def go_even(self, training: PlannedTraining, fault: str) -> None:
         """Make shares equal for the rest of the training run and say why.
 
-        Raises RequestError in strict mode.
+        Raises RequestError in strict mode. Every rank has to call this after the same step.
         """
         why = fault.rstrip(".")
         if training.begins_even:  # nothing was trained by unequal shares

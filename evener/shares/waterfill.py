@@ -268,7 +268,10 @@ def _samples_by(
 def _split_among_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """Return the finish time and the shares of a batch on at most `k` devices."""
+    """Return the finish time and the shares of a batch on at most `k` devices.
+
+    None if the devices' limits don't allow the batch.
+    """
     # Return None if the devices' limits don't allow the batch. The finish time is at least `least`.
     # At least `active` devices get samples. Shares are by index in `devices`.
     late = max(device.curve.seconds(device.limit) for device in devices)
@@ -349,7 +352,10 @@ def _best_within_seconds(
     limit: int | None,
     fewest: int,
 ) -> Allocation | None:
-    """Return the allocation with the most samples/s within a time limit."""
+    """Return the allocation with the most samples/s within a time limit.
+
+    None if too few devices can finish in time, or if their shares exceed `limit`.
+    """
     # The allocation finishes within `seconds`. Return None if fewer than `fewest` devices can
     # finish a quantum, or if the `fewest` largest shares exceed `limit` samples. Each device of the
     # allocation computes as much as it can in that time.
@@ -430,7 +436,10 @@ def _find_crossings(
 def _earliest_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """Return the allocation at the earliest time in the interval that reaches the rate."""
+    """Return the allocation at the earliest time in the interval that reaches the rate.
+
+    None if no device finishes any rows by then.
+    """
     # The rate is in samples/s.
     _, earliest, latest, k = crossing
     for _ in range(HALVINGS // 2):

@@ -100,7 +100,8 @@ class GradientDifference(msgspec.Struct, frozen=True):
     """The difference of a tensor's gradient between two computations, and the allowed rounding.
 
     `reference` and `trained` are the gradient's norms in the two computations. `relative` and
-    `allowed` are fractions of the norm.
+    `allowed` are fractions of the norm. `name` is the tensor with the largest difference, LOSS if
+    only losses are compared, or "" if it can't be measured.
     """
 
     name: str

@@ -28,7 +28,10 @@ def end_process(code: int) -> NoReturn:
 
 
 def last_error() -> BaseException | None:
-    """Return the exception that ends this process, or None, as always in an interactive session."""
+    """Return the exception that ends this process, or None, as always in an interactive session.
+
+    Call it from an exit handler.
+    """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
     error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

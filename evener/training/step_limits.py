@@ -70,7 +70,7 @@ IN_KERAS = {
 class MeasuredRank(NamedTuple):
     """Step times, rows and memory limit of one rank, for finding bottlenecks.
 
-    Times are in seconds.
+    Times are in seconds; 0 is unknown.
     """
 
     name: str

@@ -51,7 +51,10 @@ def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workloa
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
-    """Call the user's function and return its recipe; see `make_recipe`."""
+    """Call the user's function and return its recipe; see `make_recipe`.
+
+    Raises RequestError if the functions return nothing usable, or if there is no data.
+    """
     return make_recipe(name, user_code.load(name, settings))
 
 
