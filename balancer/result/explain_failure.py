@@ -302,7 +302,7 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 def _join_phase(why: str) -> str:
     """Return the reason of a failure as the end of a sentence.
 
-    Such as " while building: …" or, without a phase, ", …".
+    The text is like " while building: …" or, if the reason names no phase, ", …".
     """
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"

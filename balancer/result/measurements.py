@@ -140,10 +140,10 @@ def find_taken_memory(
 
 
 def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
-    """Return the layer whose statistics change with the micro-batch, and the smallest one.
+    """Return a layer whose statistics change with the micro-batch, such as BatchNorm.
 
-    Such as BatchNorm under gradient accumulation. None if the model has no such layer, or if the
-    layout uses no accumulation.
+    The result also has the smallest micro-batch. None if the model has no such layer, or if the
+    layout doesn't use gradient accumulation.
     """
     rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
     return PassStatistics(layer, min(rows)) if layer and rows else None
@@ -281,7 +281,7 @@ def _why_left_out(
 def find_short_epoch(chosen: Layout, rows: int) -> ShortEpoch | None:
     """Return the number of steps in an epoch if there are fewer than 100, or None.
 
-    At the chosen layout's global batch. `rows` is the size of the data set; 0 if unknown.
+    A step takes the chosen layout's global batch. `rows` is the size of the data set; 0 if unknown.
     """
     batch = chosen.global_batch
     if not 0 < rows < FEW_STEPS * batch:

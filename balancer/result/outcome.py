@@ -280,7 +280,7 @@ def _predict_memory(
 def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:
     """Return the samples/s in the form of the plan file.
 
-    With tokens/s, padding and power where they are known.
+    Tokens/s, padding and power are added where they are known.
     """
     low, high = max(0.0, min(interval.low, interval.value)), max(interval.high, interval.value)
     turns = report.turns_of(layout)

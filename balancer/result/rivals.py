@@ -96,8 +96,8 @@ class ComparedLayout(msgspec.Struct, frozen=True):
     def gain_of(self, chosen: Result) -> float:
         """Return how much faster the plan is than this layout, as a fraction.
 
-        From alternating measurements if these decided. Otherwise from the rounded samples/s, so
-        that it agrees with what users read.
+        It comes from alternating measurements if these decided the comparison. Otherwise, it is
+        computed from the rounded samples/s, so that it agrees with what users read.
         """
         return (
             self.gain

@@ -195,7 +195,7 @@ def _write_plan_rate(verdict: Verdict) -> str:
 def _write_gains(verdict: Verdict) -> Iterator[str]:
     """Yield how much faster the plan is than equal shares, the best split and one device.
 
-    Only comparisons that make sense for the plan's kind of layout.
+    Comparisons that make no sense for the plan's kind of layout are left out.
     """
     # only the comparisons that make sense for this kind of plan
     if not verdict.rate.known:
@@ -299,7 +299,7 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 def _write_rough_gain(difference: RateGap, over: str) -> str:
     """Return text about a gain whose measurement error exceeds the gain itself.
 
-    Such as "at least 2 % over equal shares".
+    The text is like "at least 2 % over equal shares".
     """
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
@@ -568,7 +568,7 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
 def _write_faster(verdict: Verdict, rival: Rival) -> str:
     """Return a layout's samples/s, and how much faster than the plan it is, as text.
 
-    If it ties with the plan, with the error of the difference.
+    If it ties with the plan, the text includes the error of the difference.
     """
     speed = rate(rival.rate.samples_per_second)
     words = f"{speed} samples/s, {percent(_relative_gain(verdict, rival), 1)} more"
@@ -928,7 +928,7 @@ def write_unfinished(unfinished: Unfinished) -> str:
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
     """Yield the warnings about the measurements.
 
-    The one about noise is left out if repeated measurements differ by more than their noise.
+    The noise of single measurements isn't mentioned if repeated measurements differ by more.
     """
     changed = max((doubt.value for doubt in verdict.doubts if doubt.code == "changed"), default=0.0)
     for doubt in verdict.doubts:

@@ -254,8 +254,8 @@ class Budget:
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
         """Return the seconds that a probe spends on warm-up and other untimed work.
 
-        The start of its processes isn't included. Taken from earlier probes of the layout or, if
-        there are none, estimated from `step_seconds`.
+        The start of its processes isn't included. If the layout was never measured, they are
+        estimated from `step_seconds`.
         """
         own = [untimed_seconds(timed) for timed in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)

@@ -87,8 +87,8 @@ class DeviceModel:
     def split_curve(self) -> Curve | None:
         """Compute time by rows when the device trains together with others.
 
-        Fitted to solo measurements and to the device's compute time in measured splits. None before
-        the first probe.
+        The curve is fitted to solo measurements and to the device's compute time in measured
+        splits. None before the first probe.
         """
         points: list[Point] = []
         for one in self._group:
@@ -141,8 +141,8 @@ class DeviceModel:
     def trusted_alone_rows(self) -> int:
         """The largest batch that a probe of this device alone may try next.
 
-        Limited by memory, by the remaining time, and to a multiple of the largest batch that ran. 0
-        before the first probe.
+        It depends on memory, on the remaining time, and on the largest batch that ran. 0 before the
+        first probe.
         """
         if self.solo_curve is None:
             return 0

@@ -93,7 +93,7 @@ class Evaluation:
     def _retries(self) -> tuple[Probe, ...]:
         """Return the failed probes to run again.
 
-        These are all failed probes of single devices, or else one other probe.
+        Failed probes of single devices run all at once; any other probe runs by itself.
         """
         failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:
@@ -325,7 +325,7 @@ class Evaluation:
     def _results_that_ran(self) -> dict[Layout, Result]:
         """The samples/s of each measured layout that should still run and fit in memory.
 
-        If none should, all that ran.
+        If that is true of none, the result has all layouts that ran.
         """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
@@ -359,7 +359,7 @@ class Evaluation:
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """Return a layout's measurements from the final comparison, by round.
 
-        Without any, its solo measurements while other devices were busy too.
+        If there are none, these are its solo measurements, in which other devices were busy too.
         """
         # all devices run at once in the solo stage, so its measurements only count without others
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
@@ -413,7 +413,7 @@ class Evaluation:
     def ranking(self) -> tuple[RankedLayout, ...]:
         """Return the layouts of the final comparison, best first.
 
-        The chosen layout has the samples/s of its latest measurements.
+        For the chosen layout, the samples/s are those measured after it was chosen.
         """
         found = list(self.race.ranking)
         for place, one in enumerate(found):
@@ -425,7 +425,7 @@ class Evaluation:
     def results(self) -> tuple[Result, ...]:
         """Return all measured layouts that should still fit in memory, fastest first.
 
-        If none should, all that ran.
+        If that is true of none, all layouts that ran are returned.
         """
 
         def order(result: Result) -> tuple[float, int, tuple[int, ...]]:
@@ -487,7 +487,7 @@ class Evaluation:
     def _network_seconds(self) -> tuple[float, ...]:
         """Return how much longer gradient exchange takes over several hosts than within one.
 
-        In seconds, by number of hosts; empty if all devices are on one host.
+        The result holds seconds by number of hosts; it is empty if all devices are on one host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:

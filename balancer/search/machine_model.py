@@ -146,7 +146,7 @@ class MachineModel:
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
         """Raise predicted exchange times that are shorter than the link's speed allows.
 
-        Only for more than `widest` devices: up to that number, the times were measured.
+        Times of up to `widest` devices stay as they are, because they were measured.
         """
         # links between hosts aren't known
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:

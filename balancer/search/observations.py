@@ -339,7 +339,7 @@ class Observations:
     def raced_splits(self, position: int) -> list[Timed]:
         """Return a device's steps together with other devices, from the final comparison.
 
-        Only of layouts without shards or tuning options. Empty until a winner has been measured
+        Layouts with shards or tuning options don't count. Empty until a winner has been measured
         again.
         """
         # the race mustn't change the candidates that it compares

@@ -33,7 +33,7 @@ class Offers:
     def candidates(self) -> tuple[Candidate, ...]:
         """The layouts to compare, without duplicates.
 
-        In place of a layout that ran out of memory, a smaller one.
+        A layout that ran out of memory is replaced by a smaller one.
         """
         kept: dict[Layout, Candidate] = {}
         for candidate in self._offered_candidates:

@@ -149,7 +149,8 @@ class Predictions:
     def best_single_rate(self) -> float:
         """The highest samples/s of a single device.
 
-        Measured while the other devices were idle or, without such a measurement, predicted.
+        They are measured while the other devices were idle or, without such a measurement,
+        predicted.
         """
         found = [
             self.machine.others_idle.get(i) or self.single(i)
@@ -229,7 +230,7 @@ def split_over_hosts(
 ) -> Allocation | None:
     """Return the fastest allocation, which may leave out whole hosts.
 
-    Worthwhile because exchange between hosts is slow.
+    Leaving some out can be faster, because exchange between hosts is slow.
 
     - `hosts`: the host of each device, by position.
     - `costs`: exchange seconds by number of hosts and of devices.

@@ -162,7 +162,7 @@ def _list_tolerable(
 ) -> list[Candidate]:
     """Return the layouts whose samples/s are within the tolerance of the fastest.
 
-    Only synchronous layouts, because the batches of others can't be compared.
+    Only synchronous layouts are considered, because the batches of others can't be compared.
     """
     # other layouts have global batches that can't be compared with the leader's
     synchronous = [candidate for candidate in ran if candidate.synchronous]
@@ -184,9 +184,9 @@ def undecided(
 ) -> tuple[list[Candidate], bool]:
     """Return the layouts to measure again to find the fastest, and whether others tie.
 
-    - The list holds the fastest one and each layout that may still prove faster with the turns
-      that are left. It is empty if there is none.
-    - Layouts that may be faster, but can't be separated in that time, tie.
+    - These are the fastest layout so far, and each one that may prove faster within the turns
+      that are left. The list is empty if there is no such rival.
+    - A layout ties if it may be faster, but the turns that are left can't show it.
 
     At most `turns_left` more measurements follow, and a layout gets at most `most_turns` in all.
     """

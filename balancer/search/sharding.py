@@ -119,8 +119,8 @@ class Proposal(msgspec.Struct, frozen=True):
 class Sharding:
     """The search for the fastest layout that shards the model over all devices.
 
-    Each device is first measured alone, with a small part of the state. From the memory and time of
-    its rows follows how large a part of the state it should hold. Then steps over all devices are
+    Each device is first measured alone, with a small part of the state. The memory and time of its
+    rows show how large a part of the state it should hold. Then steps over all devices are
     measured.
     """
 
@@ -154,7 +154,8 @@ class Sharding:
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
         """Return the first step over all devices if it should run before further solo probes.
 
-        It should if little time is left, or if starting its processes takes long. Otherwise None.
+        It should if little time is left, or if starting its processes takes long. None if it can
+        wait.
         """
         policy = self.policy
         if not self.parts or policy.machine.splits:

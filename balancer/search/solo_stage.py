@@ -148,7 +148,7 @@ class SoloStage:
     def _optimistic_round(self) -> tuple[Probe, ...]:
         """Return probes of the batches in the layout that could turn out to be the fastest.
 
-        Without such batches, a cheap round may follow instead.
+        If they aren't worth their time, a cheap round may be returned instead.
         """
         wanted = self._optimistic
         if wanted is None:

@@ -96,8 +96,8 @@ class SplitStage:
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
         """Return the layout with smaller passes if running out of memory would cost too much.
 
-        That is, if a device ran out before and there is no time for a second attempt. The second
-        value is the expected step time in seconds.
+        This is the case if a device ran out before and there is no time for a second attempt. The
+        second value is the expected step time in seconds.
         """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
@@ -156,7 +156,10 @@ class SplitStage:
         return None
 
     def _longest_first_step(self, wanted: Allocation) -> float:
-        """Return the longest step, in seconds, for which the first split still has time."""
+        """Return the longest step, in seconds, that still fits into the remaining time.
+
+        It limits the first split if the fastest one takes too long to measure.
+        """
         # `wanted` is the fastest split, whose steps take too long
         layout = self._predictions.layout(wanted)
         least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)

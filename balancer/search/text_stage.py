@@ -119,8 +119,8 @@ class TextStage:
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
         """Whether a pass of more tokens should be measured to learn the cost of a token.
 
-        That is if all passes so far took about the same time, and the larger one may fit in memory
-        and in the remaining time.
+        It should if all passes so far took about the same time, and if the larger one may fit in
+        memory and in the remaining time.
         """
         steps = self._machine.single_passes(position).values()
         if not steps:

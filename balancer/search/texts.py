@@ -67,7 +67,8 @@ class TextPolicy:
     def best_splits(self) -> list[Layout]:
         """Return the layouts over several devices that belong in the final comparison.
 
-        These are the last one measured, which has the best assignment of rows, and the fastest one.
+        These are the fastest one measured, and the last one, whose rows are assigned by the
+        best-known costs.
         """
         ran = self.machine.fitting_splits
         by_rate = sorted(ran, key=lambda one: -one.samples_per_second)

@@ -55,8 +55,8 @@ class TimeLeft:
         """Return how many times larger the next batch may be than the last one.
 
         The remaining time limits it, on the assumption that the step time grows in proportion to
-        the batch. `step_seconds` is the step time of the largest batch so far. At least 1; infinite
-        for a step time of 0.
+        the batch. `step_seconds` is the step time of the largest batch so far. The result is at
+        least 1, and infinite for a step time of 0.
         """
         # a step is assumed to take longer in proportion to the batch, because a level curve shows
         # nothing about larger batches

@@ -228,8 +228,8 @@ def _compare_quick_steps(
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
     """Return how many more seconds per row the second run spends on rare work.
 
-    Such as checkpoints. 0 if the difference is within its error, or if other programs slowed the
-    runs too much to know.
+    Rare work is, for example, writing checkpoints. 0 if the difference is within its error, or if
+    other programs slowed the runs too much to know.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0

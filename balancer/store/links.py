@@ -89,7 +89,7 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
 def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
     """Return the measured link of the largest group among these devices, or None.
 
-    Of several such groups, the slowest counts.
+    If several groups are equally large, it is the slowest of them.
     """
     newest = _find_newest(devices, driver)
     widest = max(map(len, newest), default=0)

@@ -74,9 +74,9 @@ def compare_quick_steps(
 ) -> tuple[list[QuickStep], float]:
     """Estimate the quick steps of two runs as if their cores had been equally fast.
 
-    Also returns the half-width of the 95 % interval that this correction adds to the ratio of the
-    two steps, as a fraction. Without `same_product`, the fixed products differ, for example by the
-    version of numpy; core speeds then count as equal.
+    The second value is the uncertainty that this correction adds to the ratio of the two steps:
+    half of a 95 % interval, as a fraction. Without `same_product`, the runs timed different matrix
+    products, for example because of the version of numpy, and their cores count as equally fast.
     """
     slowed = _find_slowed(trainings, same_product)
     slope = find_slope(trainings) if any(slowed) else Slope(0.0, 0.0)
@@ -92,9 +92,9 @@ def compare_quick_steps(
 
 
 def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool) -> list[float]:
-    """Return how much slower the core of each run was than the fastest one.
+    """Return the logarithm of how many times slower each run's core was than the fastest one.
 
-    As the logarithm of the ratio; 0 if the core speeds can't be compared.
+    0 for all runs if the core speeds can't be compared.
     """
     if not same_product or not all(
         window.core_s > 0 for training in trainings for window in training

@@ -61,9 +61,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """The bytes without rows and the bytes per row, by the line through two points.
+        """The bytes without rows and the bytes per row, by the line through two measured points.
 
-        These are the two largest batches that differ enough. None with fewer points.
+        The points are those of the two largest batches that differ enough. None with fewer points.
         """
         if len(self.distinct_points) < 2:
             return None
@@ -173,7 +173,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_within(self, limit_bytes: float) -> int:
         """Return the largest batch that needs at most `limit_bytes`.
 
-        Interpolated between the measured points, of which there must be at least one, and
+        It is interpolated between the measured points, of which there must be at least one, and
         extrapolated beyond them. UNBOUNDED if memory doesn't grow with the batch.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)

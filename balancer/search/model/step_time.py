@@ -57,7 +57,7 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def sure_error(self) -> float:
-        """The relative standard error, but at least that of the most precise timing."""
+        """The relative standard error, raised to a minimum because no timing is exact."""
         return max(self.error, LEAST_ERROR)
 
     @property
@@ -376,7 +376,7 @@ def _find_feasible_region(
 ) -> tuple[tuple[float, float, float], ...]:
     """Return the step widths and shifts at which each batch is on its given level.
 
-    They are the corners of the region of possible values; empty if there is none.
+    The result has the corners of the region of possible values; it is empty if there is none.
     """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
