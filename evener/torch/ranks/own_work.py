@@ -89,30 +89,30 @@ PARTS_END = StepSums.__struct_fields__.index("between_s") + 1
 
 
 class HostClock:
-    """Clock for training on a CPU; its marks are seconds of `time.perf_counter`."""
+    """Clock for training on a CPU; a time stamp is the seconds of `time.perf_counter`."""
 
     mark = staticmethod(time.perf_counter)
     computed = staticmethod(time.thread_time)  # CPU time of this thread, in seconds
     computed_by_all = staticmethod(time.process_time)  # the same, for all threads of the process
 
     def is_past(self, mark: float) -> bool:
-        """Return True: the host has always reached its own marks."""
+        """Return True, because a CPU has always reached its own time stamps."""
         return True
 
     def is_captured(self) -> bool:
-        """Return False, because a CPU captures no graph."""
+        """Return False, because only GPUs capture CUDA graphs."""
         return False
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the seconds between two marks."""
+        """Return the seconds between two time stamps."""
         return end - start
 
     def reuse(self, marks: Sequence[float]) -> None:
-        """Do nothing: marks are plain numbers."""
+        """Do nothing, because plain numbers needn't be reused, unlike a GPU's events."""
 
 
 class GpuClock:
-    """Clock for training on a GPU; its marks are CUDA events on the current stream.
+    """Clock for training on a GPU; a time stamp is a CUDA event on the current stream.
 
     A `device` of None means the current one. `make_event` creates an event, and `find_stream`
     returns a device's current stream.
@@ -146,7 +146,7 @@ class GpuClock:
         return bool(mark.query())
 
     def is_captured(self) -> bool:
-        """Return whether a CUDA graph is being captured, in which events can't be timed."""
+        """Return whether a CUDA graph is being captured, during which events can't be timed."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -154,12 +154,12 @@ class GpuClock:
         return float(start.elapsed_time(end)) / 1e3
 
     def reuse(self, marks: Sequence[Any]) -> None:
-        """Take back events that are no longer needed, for later marks."""
+        """Take CUDA events that are no longer needed, to record them again later."""
         self._free.extend(marks)
 
 
 class TimedStep(NamedTuple):
-    """Durations of the parts of one step, in seconds; NaN where a part wasn't measured."""
+    """How long one step took and what it spent its time on, in seconds; NaN where unknown."""
 
     sizes: tuple[int, ...]  # rows of each rank
     own_work_s: float  # from the batch's arrival until the last gradient is ready
@@ -179,7 +179,10 @@ class TimedStep(NamedTuple):
 
 
 class _CpuTimes:
-    """CPU seconds that the loop's thread and the process used in a batch; NaN until known."""
+    """CPU seconds used in a batch's compute time, by the loop's thread and by the whole process.
+
+    They are NaN until known.
+    """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
         # CPU times are measured in only some timed batches. This batch represents all batches since
@@ -202,7 +205,7 @@ class _CpuTimes:
 
 
 class _MarkedStep(NamedTuple):
-    """A step with its marks, whose durations aren't computed yet."""
+    """A step with the time stamps of its phases, whose durations aren't computed yet."""
 
     # The device may still be computing the step. A mark is a point in time of the device's clock.
 
@@ -224,7 +227,7 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """Batches that aren't timed, since the last timed one."""
+    """Counts of the batches since the last timed one, which have no time stamps."""
 
     # Only the time for files and validation is measured for these batches, by the host.
 
@@ -245,7 +248,7 @@ class _StepDurations(NamedTuple):
 
 
 class StepTimer:
-    """Measures how each step's time divides into input, computing, waiting and updating.
+    """Measures what a rank spends each step on: input, computing, waiting and updating.
 
     Arguments:
 
@@ -308,7 +311,7 @@ class StepTimer:
         self.release = _OPTIMIZER_HOOKS.hold(self)  # call it to stop watching optimizers' steps
 
     def begin(self, sizes: tuple[int, ...]) -> None:
-        """Begin a batch when it has arrived; `sizes` are the row counts by rank."""
+        """Begin a batch when its loader yields it; `sizes` are the row counts by rank."""
         self.sizes = sizes
         if self._next_timed:
             self._begin_timed()
@@ -341,7 +344,7 @@ class StepTimer:
         self._behind = math.nan
 
     def time_all(self) -> None:
-        """Time every batch from now on."""
+        """Time every batch from now on, not only some of them."""
         self._choice, self._choose_at = None, 0
 
     def time_fewer(self, rate: TimedRate) -> None:
@@ -350,18 +353,18 @@ class StepTimer:
         self._choose_at = 0
 
     def time_few(self) -> None:
-        """Time few batches, because the host limits the speed and timing costs host time."""
+        """Time only few batches, because the host limits the speed and timing takes host time."""
         if self._choice is None:
             most = IF_HOST_LIMITS.most_stride
             self._choice = TimedBatches(IF_HOST_LIMITS, first_stride=most)
             self._choose_at = 0
 
     def disturb(self) -> None:
-        """Exclude the current step from statistics, for example while its loss is audited."""
+        """Leave the current step out of statistics, for example because its loss is audited."""
         self._disturbed = True
 
     def _enter(self, doing: Phase, *after: Phase) -> None:
-        """Begin a phase if the current one is among `after`."""
+        """Begin the phase `doing` if the current phase is among `after`."""
         if self._marks and self._marks[-1][0] in after:
             self._note_files(self._marks)
             self._marks.append((doing, self._clock.mark()))
@@ -369,7 +372,7 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """Count the time since the last step as writing files if files were written in it."""
+        """Count the time since the last step as file time, if files were written in it."""
         # `marks` has the phases so far, and the time at which each began. If the last phase is the
         # one between two steps, it is changed in place. Bytes are counted only if the phase is long
         # enough to matter, because counting takes microseconds. So the count may include bytes of
@@ -378,16 +381,16 @@ class StepTimer:
             marks[-1] = (FILES, marks[-1][1])
 
     def _begin_between(self) -> None:
-        """Record the start of the time between two steps."""
+        """Record on the host that the time between two steps begins."""
         self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def _has_written(self) -> bool:
-        """Return whether the loop's thread has written files since the last phase."""
+        """Return whether the loop's thread has written many bytes since the last step."""
         is_long = time.perf_counter() >= self._files_from
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """Count time for files in a batch that isn't timed."""
+        """Count file time between two batches, of which the first isn't timed."""
         # The whole time between the batches then counts as file time.
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
@@ -403,7 +406,7 @@ class StepTimer:
         return self._written - before
 
     def note_gradients(self) -> None:
-        """Record that all gradients of this rank's rows are ready."""
+        """Record that this rank has all gradients of its rows; then it waits for other ranks."""
         # called in each pass of a batch; the last call counts
         if not (self.has_own_work or self._single_rank):
             return
@@ -421,7 +424,10 @@ class StepTimer:
             self._cpu.note_gradients()
 
     def note_sent(self) -> None:
-        """Record whether the GPU was still computing when the host had sent all gradients."""
+        """Record whether the GPU was still computing when the host had sent the last gradients.
+
+        If it wasn't, the GPU may have waited for the host.
+        """
         # a GPU that isn't behind may be waiting for the host to launch kernels
         if self._on_host or not self._timed or not math.isnan(self._clock.computed()):
             return
@@ -429,7 +435,10 @@ class StepTimer:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
 
     def note_enqueued(self) -> None:
-        """Record whether the GPU was still computing when the host had queued the backward pass."""
+        """Record whether the GPU was still computing when the host had queued the backward pass.
+
+        If it wasn't, the GPU may have waited for the host.
+        """
         # A GPU that ends the pass within ENDS_SECONDS was waiting for the host. The host waits
         # here, so only batches whose CPU times are measured are examined.
         if self._cpu is None or self._on_host:
@@ -440,7 +449,7 @@ class StepTimer:
             self.note_sent()
 
     def note_backward(self) -> None:
-        """Record the end of the backward pass, after gradients were all-reduced."""
+        """Record that the all-reduce of gradients, and so the backward pass, has ended."""
         if self._timed:
             self._enter(BETWEEN, SUM)
         elif self._doing == SUM:
@@ -452,7 +461,7 @@ class StepTimer:
         return bool(self._clock.is_captured())
 
     def note_pass_alone(self) -> None:
-        """Record the end of a backward pass without an all-reduce."""
+        """Record the end of a backward pass that ends without an all-reduce."""
         # The timer also records whether the GPU is behind its host.
         if not self._timed:
             self._doing = BETWEEN
@@ -466,7 +475,7 @@ class StepTimer:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context manager that counts its time as writing files."""
+        """Context manager: time spent inside counts as writing files."""
         if self._doing == OWN:
             began_s = time.perf_counter()
             yield
@@ -515,7 +524,7 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_validation(self) -> None:
-        """Record a batch of a validation."""
+        """Record that a batch of a validation begins."""
         # a validation is timed from its first batch until its last begins; see `_add_last_batch`
         if self._doing is not None:
             self._note_untimed_validation()
@@ -537,7 +546,7 @@ class StepTimer:
             self._begin_between()
 
     def _note_untimed_validation(self) -> None:
-        """Record a validation batch after a batch that isn't timed."""
+        """Record that a validation batch begins, after a training batch that isn't timed."""
         # of several batches, the time until the last one begins is measured
         if self._doing not in (BETWEEN, VALIDATION):
             return
@@ -555,7 +564,7 @@ class StepTimer:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Context manager that counts its time as waiting for other ranks."""
+        """Context manager: time spent inside counts as waiting for other ranks."""
         if self._validates:  # the validation continues
             with own_collectives():
                 yield
@@ -578,7 +587,7 @@ class StepTimer:
             self._enter(before, SUM)
 
     def begin_wait(self) -> bool:
-        """Begin a wait for other ranks if the pass is computing, and return whether it was."""
+        """If the rank is computing, count time as waiting from now on; return whether it was."""
         if self._doing == OWN:
             self._doing = SUM
             return True
@@ -588,23 +597,23 @@ class StepTimer:
         return True
 
     def end_wait(self) -> None:
-        """End the wait that `begin_wait` began."""
+        """End the waiting that `begin_wait` began; the rank computes again."""
         if self._doing == SUM:
             self._doing = OWN
         self._enter(OWN, SUM)
 
     def now(self) -> tuple[int, Doing]:
-        """Return the number of the current batch and the rank's current activity."""
+        """Return the number of the current batch, and what the rank is doing."""
         doing = self._marks[-1][0] if self._marks else self._doing
         if doing is None:
             return self._batches, BETWEEN if self._asked is None else INPUT
         return self._batches, _SHOWN.get(doing, BETWEEN)
 
     def finish(self) -> bool:
-        """End the current batch when the loop requests the next one.
+        """End the current batch, when the loop requests the next one.
 
-        The result is whether its gradients were computed. A second call before the next batch
-        begins returns False.
+        Return whether its gradients were computed. A second call before the next batch begins
+        returns False.
         """
         counts = self._computed or self._applied
         if self._doing is not None:
@@ -630,7 +639,7 @@ class StepTimer:
 
     @property
     def has_trained(self) -> bool:
-        """Whether the newest batch computed gradients or updated weights."""
+        """Whether the newest batch has computed gradients or updated weights."""
         return self._computed or self._applied
 
     def start_loop(self) -> None:
@@ -650,14 +659,14 @@ class StepTimer:
         self._doing, self._timed = None, True  # until the next batch begins
 
     def _choose_next(self) -> None:
-        """Choose whether the next batch is timed."""
+        """Decide whether the next batch is timed."""
         number = self._batches + 1
         is_chosen = self._choice is None or self._choice.is_timed(number)
         self._next_timed = is_chosen or bool(self._apart)
         self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
-        """End a timed batch, with the mark of its end."""
+        """End a timed batch; `done` is the time stamp of its end."""
         # A batch is a step if its gradients were computed or an optimizer stepped.
         step = _MarkedStep(
             self.sizes,
@@ -683,7 +692,7 @@ class StepTimer:
             self._count_written()
 
     def _note_validated(self) -> None:
-        """Count the time of a validation in a batch that isn't timed."""
+        """Count the duration of a validation that followed a batch that isn't timed."""
         begun, ended = self._validated
         whole_s = time.perf_counter() - begun
         known_s = ended - begun if ended else whole_s
@@ -691,7 +700,7 @@ class StepTimer:
         self._untimed.validation_s += min(known_s + last_s, whole_s)
 
     def pause(self) -> None:
-        """End the loop: time until the next one isn't part of a step."""
+        """End the loop: the time until the next loop isn't part of a step."""
         left = self._asked
         if left is not None and not self._next_timed:
             left = self._clock.mark()
@@ -715,7 +724,7 @@ class StepTimer:
         return [self._make_timed_step(*step) for step in list(self._steps)[-(count - missing) :]]
 
     def _time_past(self) -> None:
-        """Compute the durations of the steps that the device has finished."""
+        """Compute the durations of steps that the device has finished since the last call."""
         # Steps that were finished at the last call have been removed from `_marked`.
         while self._marked and self._clock.is_past(self._marked[0].done):
             marked = self._marked.popleft()
@@ -729,7 +738,7 @@ class StepTimer:
                 self._clock.reuse(_list_marks(marked))
 
     def _add_to_sums(self, marked: _MarkedStep, spent: _StepDurations) -> None:
-        """Add the durations of a timed batch, and of the batches it represents, to the totals."""
+        """Add a timed batch to the totals, also for the untimed batches that it represents."""
         # `marked` is the batch, and `spent` has its times. They are weighted by the number of
         # batches that the timed one represents. But files and validation are measured in every
         # batch, and each measurement of idle time covers all batches since the previous one. So
@@ -753,7 +762,7 @@ class StepTimer:
         )
 
     def behind_part(self) -> float:
-        """Return the fraction of steps in which the GPU was behind its host; -1 if unknown."""
+        """Return the fraction of steps in which the GPU didn't wait for the host; -1 if unknown."""
         known = [step.behind for step in self.last() if not math.isnan(step.behind)]
         return sum(known) / len(known) if known else -1.0
 
@@ -776,7 +785,7 @@ class StepTimer:
         )
 
     def _time(self, marked: _MarkedStep) -> _StepDurations:
-        """Return the durations of a step."""
+        """Compute the durations of a finished step."""
         asked, marks = marked.asked, marked.marks
         spans, last_s = _total_phases(self._clock.seconds, marks, marked.done)
         _add_last_batch(spans, last_s, marked.validations[1])
@@ -812,7 +821,7 @@ class StepTimer:
     def _list_step_sums(
         self, marked: _MarkedStep, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
-        """Return a step's durations in seconds, in the order of StepSums."""
+        """Return a step's durations in seconds, in the field order of StepSums."""
         # `spans` has the durations of the step's phases. `input_s` is the time until the step's
         # batch arrived. If a loop began with the step, the time since the previous loop is
         # included. Fetching the loop's first batch is a part of that time, unless `start_loop` was
@@ -849,7 +858,7 @@ class StepTimer:
 
 
 def _list_ended_phases(marked: _MarkedStep, spent: _StepDurations) -> dict[Phase, float]:
-    """Return the seconds of each phase whose end is known."""
+    """Return the seconds of each phase of a step, without phases whose end is unknown."""
     seconds, last = dict(spent.spans), marked.marks[-1][0]
     if last not in (OWN, SUM, UPDATE):  # nothing marks the end of these phases
         return seconds
@@ -860,14 +869,14 @@ def _list_ended_phases(marked: _MarkedStep, spent: _StepDurations) -> dict[Phase
 
 
 def _add_up_between(phase_seconds: Mapping[Phase, float]) -> float:
-    """Return the seconds between two steps, NaN if unknown."""
+    """Return the seconds between two steps, or NaN if unknown."""
     phases: tuple[Phase, ...] = (PREPARATION, BETWEEN, FILES, VALIDATION)
     between = [phase_seconds[phase] for phase in phases if phase in phase_seconds]
     return sum(between) if between else math.nan
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return the marks that belong to this step alone, for reuse."""
+    """Return a step's time stamps that no other step needs, for reuse."""
     # Two phases may begin at the same mark, which is returned once. The next step may use the last
     # mark.
     marks = [] if marked.asked is None else [marked.asked]
@@ -890,7 +899,7 @@ def _positive(seconds: float) -> float:
 def _total_phases(
     seconds: Callable[[Any, Any], float], marks: Sequence[tuple[Phase, Any]], end: Any
 ) -> tuple[dict[Phase, float], float]:
-    """Return the total seconds of each phase, and the seconds of the last one."""
+    """Return the total seconds of each phase, and the seconds since the last phase began."""
     # A phase may occur several times. The first begins at the first mark, and the last goes on
     # until `end`. `seconds` measures the time between two marks.
     took_s = 0.0
@@ -904,7 +913,7 @@ def _total_phases(
 
 
 def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> None:
-    """Move the estimated time of a validation's last batch to the validation."""
+    """Count the estimated time of a validation's last batch as validation, not as other time."""
     # `spans` has the durations of phases, and is changed. `rest_s` is the time since the last batch
     # began, which so far counts as time between steps. `batches` is the validation's number of
     # batches. The last batch is assumed to take as long as each of the others.
@@ -915,17 +924,17 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Return the estimated seconds of a validation's last batch: the mean of the others."""
+    """Estimate the seconds of a validation's last batch, as the mean of the others."""
     return others_s / (batches - 1) if batches > 1 else 0.0
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
-    """Return whether the backward pass has ended with an all-reduce."""
+    """Return whether the last event of the step was the end of an all-reduce of gradients."""
     return len(marks) > 1 and marks[-1][0] == BETWEEN and marks[-2][0] == SUM
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's seconds for input, computing, waiting for other ranks and between steps."""
+    """Return a step's seconds for input, computing, waiting for other ranks, and the rest."""
     # These are the wait for the batch, the compute time (own work), the wait for other ranks, and
     # the time between steps. `sums` has the step's times in the order of StepSums' fields. If ranks
     # wait for each other within a pass, that counts as compute time.
@@ -934,7 +943,7 @@ def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def _idle_seconds() -> float:
-    """Return the seconds that this thread hasn't run, from an arbitrary start."""
+    """Return how many seconds this thread hasn't run; only differences are meaningful."""
     return time.perf_counter() - time.thread_time()
 
 
@@ -1005,14 +1014,14 @@ class StepReporter:
         )
 
     def note_change(self, change: ShareChange) -> None:
-        """Report a change of shares."""
+        """Report that shares have changed, to the monitor and the journal."""
         # written to the journal at once, because the run may end before its next regular entry
         self.changes.append(change)
         if self._journal is not None:
             self._journal.note_change(change)
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Report a pass that ran out of memory."""
+        """Report a pass that ran out of memory, to the monitor and the journal."""
         line = retreat.describe(self.shares.share.label)
         self.retreats, self.retreat = self.retreats + 1, line
         self._timer.disturb()
@@ -1024,7 +1033,7 @@ class StepReporter:
                 default_store().append(RETREATS, f"{line}\n")
 
     def _collect_retreats(self) -> None:
-        """Copy the reports of other ranks' out-of-memory passes to the journal."""
+        """Copy other ranks' messages about passes that ran out of memory to rank 0's journal."""
         if self._journal is None or self.shares.world == 1:
             return
         with suppress(RuntimeError, ValueError):  # the group's store no longer exists
@@ -1036,7 +1045,7 @@ class StepReporter:
                 self._lines = len(lines)
 
     def _read_memory(self) -> tuple[int, int]:
-        """Return the peak memory and the device's memory, in bytes."""
+        """Return this process's peak memory and the device's total memory, in bytes."""
         # The peak is that of this process on its device. Both are read again every MEMORY_SECONDS.
         now = time.monotonic()
         if now >= self._memory_at + MEMORY_SECONDS:
@@ -1079,7 +1088,7 @@ class StepReporter:
 
 
 def _read_memory(device: torch.device) -> tuple[int, int]:
-    """Return the peak memory and the device's memory, in bytes."""
+    """Return this process's peak memory and the device's total memory, in bytes."""
     # For a CPU, the second number is 0. The peak is that of this process on `device`.
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -1092,7 +1101,7 @@ _timers: tuple[weakref.ref[StepTimer], ...] = ()
 
 
 def _add_timer(timer: StepTimer) -> None:
-    """Let the timer be called at optimizer steps."""
+    """Have a timer called before and after each optimizer step."""
     global _timers
     _timers = (*_timers, weakref.ref(timer, _remove_timer))
 
@@ -1117,7 +1126,7 @@ def _note_updated(*_: Any) -> None:
 
 
 def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Optimizer pre-step hook that records an update in all timers."""
+    """Optimizer pre-step hook: tell all timers that an update begins."""
     # Returns new arguments for a step with a closure, otherwise None. PyTorch calls this hook
     # before each step; the first of `arguments` is the optimizer. A step's closure computes the
     # gradients. The new arguments have a closure that calls the original one and then notifies the
@@ -1146,7 +1155,7 @@ def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[
 
 @cache
 def _takes_closure_first(kind: Any) -> bool:
-    """Return whether `closure` is the first argument of an optimizer's `step`."""
+    """Return whether an optimizer class's `step` has `closure` as its first parameter."""
     # A program's own optimizer may have other arguments there, such as the loss.
     with suppress(TypeError, ValueError):  # the method has no signature
         return list(inspect.signature(kind.step).parameters)[1:2] == ["closure"]

@@ -40,7 +40,7 @@ _kept_groups: list[Any] = []  # references to process groups, held until the int
 
 
 class ExitNote(msgspec.Struct, frozen=True):
-    """Note that a rank writes to the process group's store when it ends, with the reason."""
+    """What a rank leaves for the others in the process group's store when it ends: the reason."""
 
     error: str | None = None  # its error; "" if it had no error, None if it wrote no note
     batches: int = 0  # number of batches that it has begun
@@ -94,7 +94,7 @@ class PeerWatcher:
         return f"evener/{self._number}/{name}/{rank}"
 
     def note(self, error: str) -> None:
-        """Write this rank's exit note for the other ranks; "" means without an error."""
+        """Write why this rank ends, for the other ranks; "" means without an error."""
         if self._noted_error is None:
             self._noted_error = error
             note = ExitNote(error, self._read_progress()[0], count_exchanges())
@@ -102,7 +102,7 @@ class PeerWatcher:
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Write the exit note, and wait a few seconds for the other ranks to end too."""
+        """Write this rank's exit note, and wait a few seconds until the other ranks end too."""
         if self._over.is_set():
             return
         computed = self._wait_for_gpu()
@@ -132,7 +132,7 @@ class PeerWatcher:
             self.notes.setdefault(0, ExitNote("it was killed, or its output says why"))
 
     def _has_exited(self, rank: int) -> bool:
-        """Return whether the process of a rank on this machine has exited."""
+        """Return whether a rank on this machine has exited; False for ranks on other machines."""
         key = self._key("process", rank)
         process, _, place = (
             self._store.get(key).decode() if self._store.check([key]) else ""
@@ -163,7 +163,7 @@ class PeerWatcher:
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
-        """Return a sentence about one of the ranks that have ended."""
+        """Return a sentence about one of the ranks that have ended, if possible one that failed."""
         # preferably one with an error, then one without an error, then one without a note
         rank = min(
             self.notes,
@@ -199,7 +199,7 @@ class PeerWatcher:
                 self._exit()
 
     def _is_stuck(self, leaves: bool) -> bool:
-        """Return whether this rank waits for one that has ended."""
+        """Return whether this rank is waiting in a collective for a rank that has ended."""
         # This is checked after WAIT_SECONDS. `leaves` is True while this rank leaves its process
         # group; NCCL then waits for all ranks.
         notes = list(self.notes.values())
@@ -225,7 +225,10 @@ class PeerWatcher:
 
 
 def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
-    """Watch the other ranks of the default process group, in place of an earlier group's."""
+    """Detect from now on that other ranks of the default process group have ended.
+
+    This replaces the watch on an earlier group.
+    """
     newest = PeerWatcher.newest
     if newest is None:
         _ExitActions.leaves = True
@@ -287,7 +290,7 @@ def _leave_at_exit() -> None:
 
 
 def explain_failure(error: BaseException) -> None:
-    """Print advice about an error, and which rank was lost if that caused it."""
+    """Print advice about an error, and which rank was lost if that is its cause."""
     # Otherwise this rank is at fault, and writes its exit note for the other ranks.
     advise = None if _ExitActions.advise is None else _ExitActions.advise()
     advice = "" if advise is None else advise(error)

@@ -69,7 +69,7 @@ def find_process_rank() -> ProcessRank:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """Raise a PlanError if an environment variable is missing."""
+    """Raise PlanError if one of the named environment variables is missing for `world` ranks."""
     # A single process needs none. The variables are needed for the rendezvous of `world` processes.
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
@@ -169,7 +169,7 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 
 
 def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
-    """Gather each rank's description of itself, in the order of ranks.
+    """Send this rank's description to all ranks, and return all descriptions in rank order.
 
     Every rank has to call this.
     """
@@ -195,10 +195,9 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
 def exchange_values(
     store: Any, prefix: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
-    """Return the values of all ranks, in the order of ranks, through a store.
+    """Send a value to all ranks through a store, and return all values in rank order.
 
-    With `seconds`, the result is empty on all ranks if a value is missing after this time. No key
-    of the store may start with `prefix` yet. Every rank has to call this.
+    With `seconds`, the result is empty on all ranks if a value is missing after this time.
     """
     keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -243,7 +242,7 @@ def join(device: Any, backend: str | None) -> None:
 
 
 def _place_group(number: int) -> dict[str, Any]:
-    """Return arguments of `init_process_group` for the next group."""
+    """Return arguments for `init_process_group`, with separate store keys for each group."""
     # `number` is the number of groups that this process created before. For the first group, the
     # result is empty: PyTorch reads torchrun's environment variables. Under torchrun, a second
     # training run in a process uses the store in which the first group has left its ranks'
@@ -256,7 +255,7 @@ def _place_group(number: int) -> dict[str, Any]:
 
 
 class RankShares(msgspec.Struct, frozen=True):
-    """Shares of all ranks of a training run, with this process's rank and device."""
+    """The shares of all ranks in a training run, with this process's rank and device."""
 
     rank: int
     batches: tuple[int, ...]  # rows of each rank in a full global batch
@@ -287,7 +286,7 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def in_passes(self) -> bool:
-        """Whether any rank computes its share in several passes."""
+        """Whether any rank computes its share in several micro-batches."""
         pairs = zip(self.micros, self.batches, strict=True)
         return any(micro < batch for micro, batch in pairs)
 
@@ -367,7 +366,7 @@ def find_shares(
 
 
 def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
-    """Return equal shares of `rows` rows per rank, for a program that trains without a plan."""
+    """Return equal shares of `rows` rows for each rank, for a script that trains without a plan."""
     # As their device, all shares name this process's `device`, or the CPU slice on which evener
     # started this process.
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
@@ -397,9 +396,9 @@ def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
 def _gather_agreed_infos(
     own: RankInfo, process: ProcessRank, options: Mapping[str, bool | str]
 ) -> list[RankInfo]:
-    """Gather each rank's description of itself.
+    """Gather all ranks' descriptions, and check that their plans and options are the same.
 
-    Raises RequestError or PlanError on every rank if their plans or options differ.
+    Raises RequestError or PlanError on every rank if they differ.
     """
     training = secrets.token_hex(8)
     own = msgspec.structs.replace(own, options=dict(options), training=training)
@@ -443,7 +442,7 @@ def _share_by_plan(
     ranks: Sequence[RankInfo],
     device: Any,
 ) -> RankShares:
-    """Return the shares of all ranks by the plan, matched by device."""
+    """Return the shares of all ranks by the plan, matching each rank to a share by its device."""
     # `differences` are the warnings on how the plan differs from this training run. Shares are
     # matched to ranks by their host and device.
     active = plan.layout.active
@@ -471,7 +470,7 @@ def _share_by_plan(
 
 
 def _warn_of_limits(active: Sequence[Share]) -> None:
-    """Warn if the plan was measured with limits on devices."""
+    """Warn if devices had limited speed or memory when the plan was measured."""
     # A device's speed or memory may have been limited. A training run has no such limits. In a
     # device's name, `@` is followed by the limit, for example "60%+8GiB".
     held = [f"{describe(share)} limited to {share.limit}" for share in active if share.limit]
@@ -483,7 +482,7 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the GPUs that any rank sees, or None if all shares are on CPUs."""
+    """Return the GPUs that any rank can use, to compare with the plan; None for plans on CPUs."""
     # They are compared with the plan's devices. Without any such GPU, the result has "the CPU".
     if all(map(is_cpu, active)):
         return None

@@ -23,7 +23,7 @@ MOST_STEPS = 1000  # maximum number of steps between two all-reduces
 
 
 class StopSignal:
-    """Catches SIGTERM, and lets all ranks agree on when to stop.
+    """Catches SIGTERM on any rank, and lets all ranks stop after the same step.
 
     `world` is the number of ranks.
     """
@@ -70,7 +70,7 @@ class StopSignal:
         return self._agreed
 
     def _check_all(self) -> None:
-        """Ask all ranks for the signal, and agree on the step of the next all-reduce."""
+        """Find out if any rank has the signal, and agree with all on the step of the next check."""
         now = time.monotonic()
         step_seconds = max(now - self._checked_at, 1e-9) / self._steps_between
         steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(CHECK_SECONDS / step_seconds)))

@@ -17,7 +17,7 @@ GOLDEN, RANGE = 2654435761, 1 << 32  # multiples of the golden ratio are spread 
 
 
 class Rate(NamedTuple):
-    """How often batches are timed: once in `seconds`, but at least one in `most_stride` batches."""
+    """How often batches are timed: one per `seconds`, but at least one of `most_stride` batches."""
 
     seconds: float
     most_stride: int  # a power of 2
@@ -29,7 +29,7 @@ IF_HOST_LIMITS = Rate(2.0, 8)
 
 
 class TimedBatches:
-    """Chooses one batch of every `stride` to be timed.
+    """Chooses which batches are timed: one in each group of `stride` batches.
 
     `stride` begins as `first_stride`, and then follows `rate`. `clock` returns seconds.
     """

@@ -1,4 +1,4 @@
-"""Time waits for other ranks within a pass, where another library runs the collectives."""
+"""Time a rank's waits for others inside a pass, where FSDP or DeepSpeed calls the collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _timers: list[weakref.ref[Any]] = []
 
 
 def time_waits(timer: Any) -> None:
-    """Let a timer exclude waits for collectives within a pass from the rank's compute time."""
+    """Count waits for collectives inside a pass as waiting, not as the rank's compute time."""
     # On a GPU, the host doesn't wait for collectives. The excluded time is that in which the
     # computing stream waits for another stream, which runs the collectives.
     if all(each() is not timer for each in _timers):
@@ -33,7 +33,7 @@ def _is_current(stream: Any) -> bool:
 
 
 def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
-    """Replace a method of `kind` by one that times its waits."""
+    """Replace a method of the class `kind` by one that times its waits."""
     # `kind` is the method's class. `counts` returns False for an object whose waits aren't timed;
     # None times all. The method is replaced by one that notifies timers when it begins and ends.
     # `counts` is called with the method's object.

@@ -33,7 +33,7 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their
 
 
 class Epoch:
-    """State of one loop over a loader, shared by all batches of the loop.
+    """State of one loop over a loader, which all of its batches refer to.
 
     Arguments:
 
@@ -56,11 +56,11 @@ class Epoch:
         self.batches: list[Any] = []  # batches that may still be in use; the newest is last
 
     def may_be_computed(self) -> bool:
-        """Return whether a batch of this loop may still be used to compute a step."""
+        """Return whether the model may still compute a batch of this loop."""
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """Return whether the loop has ended with its last batch still unused but referenced."""
+        """Return whether the loop ended before its last batch, which still exists, was computed."""
         # a loop may fetch the next epoch's first batch before it computes the last batch of this
         # one
         last = self.batches[-1]
@@ -68,7 +68,7 @@ class Epoch:
 
 
 class StepListener:
-    """Callbacks that a loader calls before and after each step; here they do nothing."""
+    """Interface: a loader calls these methods around each step; here they do nothing."""
 
     def compare(self, digest: int) -> None:
         """Called with a checksum of the row order, to be compared between ranks."""
@@ -95,10 +95,8 @@ class StepListener:
 class Loader:
     """Data loader that yields this rank's rows of each global batch, on its device.
 
-    It stands in for torch's DataLoader. A new epoch begins with each loop, unless `set_epoch` or
-    `load_state_dict` was called before.
-
-    Arguments:
+    It replaces torch's DataLoader. A new epoch begins with each loop, unless `set_epoch` or
+    `load_state_dict` was called before. Arguments:
 
     - `sampler`: selects this rank's rows.
     - `listener`: gets a callback before and after each step.
@@ -347,7 +345,7 @@ _LOADERS = "loaders"
 
 
 class LoaderStates:
-    """Saves and restores the positions of a script's loaders, in order of creation."""
+    """Saves and restores the positions of all loaders of a user's script, in order of creation."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Loader]] = []
@@ -501,7 +499,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
 
 def _loop(batches: Iterator[Any], rows: UnevenBatchSampler) -> Iterator[Any]:
-    """Yield `batches` inside the sampler's loop context."""
+    """Yield `batches` inside the context manager that `rows` requires for a loop."""
     with rows.loop_context():
         yield from batches
 
@@ -516,7 +514,7 @@ def _fetch_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class _CountedRequests:
-    """Iterator wrapper that calls `asks` before each batch."""
+    """Iterator that calls `asks` before it fetches each batch."""
 
     def __init__(self, batches: Any, asks: Callable[[], None]) -> None:
         self._batches, self._asks = batches, asks

@@ -91,7 +91,7 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return `given` as a one-dimensional int64 tensor on the CPU, or None if it isn't integers."""
+    """Return `given` as a one-dimensional int64 tensor on the CPU; None if it isn't integers."""
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -112,7 +112,7 @@ _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
 class ShareSchedule:
-    """Shares by row of an epoch, for a loop during which shares may change."""
+    """The shares in one loop over the data, which may change from some row on."""
 
     def __init__(self, shares: tuple[int, ...], position: int) -> None:
         self.begun = position  # the row after the loop's newest batch
@@ -125,7 +125,7 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Change the shares from `rows` rows after the newest batch on."""
+        """Change the shares; the change begins `rows` rows after the newest batch."""
         self._changes.append((self.begun + rows, shares))
 
 
@@ -190,7 +190,7 @@ class UnevenBatchSampler:
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Change the shares of later loops, and of running loops after `ahead` more batches."""
+        """Change the shares: in later loops at once, in running ones after `ahead` more batches."""
         # the rows of these batches may already have been drawn
         self.shares = shares
         for schedule in self._schedules:
@@ -257,7 +257,7 @@ class UnevenBatchSampler:
         return self.sizes_at(self.position + step * self.global_batch)
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Mark a step as begun, and return the row count of each rank in it."""
+        """Record that a step has begun, and return the row count of each rank in it."""
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)
 
@@ -286,9 +286,9 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the last batch's row count if its weights differ from the others, else None.
+        """Return the last batch's row count if ranks have other fractions of it; else None.
 
-        If weights may differ in every step, the result is an object that equals no other.
+        If the fractions may differ in every step, the result is an object that equals no other.
         """
         if self.changes or self.is_by_length:
             # equals no other object, because each step may weight ranks differently

@@ -1,4 +1,4 @@
-"""Functions on the tensors in a batch, whatever its nesting of dicts, tuples and lists."""
+"""Functions on the tensors of a batch, however dicts, tuples and lists are nested in it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _has_an_item_for_each_row(data: Any, rows: int) -> bool:
-    """Return whether `data` is a list or tuple of `rows` plain items."""
+    """Return whether `data` is a list or tuple with one plain item for each of `rows` rows."""
     # Texts are plain items, for example.
     if not isinstance(data, (list, tuple)) or not data or len(data) != rows:
         return False

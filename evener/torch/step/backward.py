@@ -22,17 +22,21 @@ DEPTH, MOST = 8, 32  # maximum depth and number of operations to list before the
 
 
 class LossListener(Protocol):
-    """Interface of objects that observe each loss before its backward pass."""
+    """Interface of objects that observe each loss right before its backward pass."""
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Record a loss, the operations it was computed by and the frame that called `backward`."""
+        """Called before a backward pass with its loss.
+
+        `made_of` lists the last operations that computed the loss, and `caller` is the frame that
+        called `backward`.
+        """
 
 
 _LISTENERS: WeakList[Any] = WeakList()
 
 
 def listen(listener: LossListener) -> Callable[[], Any]:
-    """Call `listener.note_loss` for each loss, and return a function that stops this."""
+    """Call `listener.note_loss` before each backward pass; return a function that ends this."""
     # without listeners, `Tensor.backward` is PyTorch's original method
     _LISTENERS.add(listener)
     release = _HOOKS.hold(listener)
@@ -64,7 +68,7 @@ _HOOKS = ProcessHooks(lambda: [Replacement(torch.Tensor, "backward", _make_backw
 
 
 def find_code(caller: FrameType) -> Code | None:
-    """Return the code and the globals of the program's own function that called `backward`.
+    """Return code and globals of the user's function that called `backward`.
 
     The result is None if only library functions are near the call.
     """
@@ -79,7 +83,10 @@ def find_code(caller: FrameType) -> Code | None:
 
 
 def list_operations(loss: Any) -> tuple[Any, ...]:
-    """Return the last operations before a loss, as pairs of a name and a reduction or None."""
+    """Return the last operations that computed a loss, as pairs of a name and a reduction.
+
+    The reduction is None for operations without one.
+    """
     found: list[Any] = []
     level = [] if loss.grad_fn is None else [loss.grad_fn]
     for _ in range(DEPTH):

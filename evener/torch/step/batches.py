@@ -1,4 +1,4 @@
-"""Find the batch that a forward pass computes, which determines the weights of its gradients."""
+"""Find out which batch a forward pass computes, because batches may weight ranks differently."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TakenBatch:
         self.used = False  # True once a wrapped model has computed it
 
     def alive(self) -> list[torch.Tensor]:
-        """Return the tensors that still exist."""
+        """Return those of the batch's tensors that still exist."""
         every = [reference() for reference in self.tensors]
         return [tensor for tensor in every if tensor is not None]
 
@@ -45,9 +45,9 @@ class TakenBatch:
         )
 
     def can_share_backward(self, other: TakenBatch) -> bool:
-        """Return whether both batches may be in one backward pass.
+        """Return whether one backward pass may contain losses of both batches.
 
-        They then have the same weights, and so do the last batches of their epochs.
+        They need the same weights, and so do the last batches of their epochs.
         """
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
@@ -69,7 +69,10 @@ def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
 
 
 class BatchTracker:
-    """Keeps the batches that may still be computed, and finds the batch of a forward pass."""
+    """Remembers batches that the user's loop may still compute, and recognizes a model's inputs.
+
+    A forward pass gets the weights of the batch that its inputs come from.
+    """
 
     # the tracker that received the last batch
     newest: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)
@@ -98,7 +101,7 @@ class BatchTracker:
         self._only = taken if len(self._epochs) == 1 and follows else None
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Record a batch by its row counts alone, for loops without evener's loader."""
+        """Record a batch by its row counts by rank, for loops without evener's loader."""
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
 
@@ -122,7 +125,7 @@ class BatchTracker:
         """Return the batch that `data` belongs to, or None, and mark it as used.
 
         `training` is whether the model is in training mode. Raises RequestError if several batches
-        with different weights are possible. `match` selects the likeliest batches.
+        with different weights are possible.
         """
         found = self._only
         if found is None:
@@ -139,7 +142,7 @@ class BatchTracker:
         return found
 
     def _list_candidates(self, training: bool) -> list[Epoch]:
-        """Return the epochs that a forward pass may belong to."""
+        """Return the loops over loaders whose batches a forward pass may compute."""
         # Usually, the training epochs that haven't ended; if all have ended, all of them; without
         # training epochs, the newest epoch. In evaluation mode, a newest epoch for validation is
         # the only one.
@@ -174,7 +177,7 @@ class BatchTracker:
 
 
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """Return the training epochs that a forward pass may belong to."""
+    """Return the training loops whose batches a forward pass may compute."""
     # usually those that haven't ended; if all have ended, all of them
     trained = [epoch for epoch in epochs if epoch.training]
     running = [each for each in trained if each.open]
@@ -188,7 +191,7 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """Return whether all possible batches lead to the same weights."""
+    """Return whether all possible batches have the same weights, so that any may be chosen."""
     # Then all batches give each rank the same weight, and the choice doesn't affect later batches.
     # `epochs` is the number of epochs that the batches may be from.
     newest = possible[-1]
@@ -197,14 +200,14 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """Return whether an epoch may still be computed after its loop has ended."""
+    """Return whether batches of a loop may still be computed after the loop has ended."""
     # `ended` is the epoch that has just ended. `epoch` is the one that has ended, or its newest
     # batch is still in use.
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Remove batches that can't be computed any more."""
+    """Remove the batches that the user's loop has computed or can't compute any more."""
     # These are the batches before a used one. While there are more than two, the oldest is also
     # removed if the loop no longer holds its tensors.
     if batches and batches[-1].used:
@@ -214,7 +217,7 @@ def _drop_computed(batches: list[TakenBatch]) -> None:
 
 
 def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
-    """Return the batches of an epoch that may not have been computed yet."""
+    """Return the batches of a loop that may not have been computed yet."""
     waiting = [batch for batch in epoch.batches[:-1] if not batch.used]
     if len(waiting) > 1:
         waiting = [batch for batch in waiting if batch.is_alive()]
@@ -222,7 +225,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """Return whether all batches of these epochs have the same weights."""
+    """Return whether all batches of these loops give each rank the same weight."""
     # the current batch may be from any of them
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for epoch in epochs for batch in epoch.batches):

@@ -31,7 +31,7 @@ _PARAMETERS = itemgetter("params")  # returns the parameters of an optimizer's p
 
 
 class OptimizerCheck:
-    """Checks each optimizer before its steps."""
+    """Checks before an optimizer's step that its gradients are summed and its state fits."""
 
     # in a hook that PyTorch calls before each optimizer step
 
@@ -44,7 +44,7 @@ class OptimizerCheck:
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def forget(self) -> None:
-        """Check all optimizers anew at their next steps."""
+        """Check all optimizers again at their next steps."""
         self._known.clear()
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
@@ -88,7 +88,7 @@ class OptimizerCheck:
             self._watch_schedules()
 
     def _watch_schedules(self) -> None:
-        """Let accelerate step learning-rate schedules once per batch, not once per process."""
+        """Make accelerate step learning-rate schedules once per batch, not once per process."""
         # by default, accelerate steps it once per process, as if each process had a whole batch
         kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
         if kind is None or kind in self._watched or not self.steps_schedules:
@@ -112,7 +112,7 @@ OPTIMIZER_CHECK = OptimizerCheck()
 
 
 def _find_trainer() -> Any:
-    """Return the weights of the running training, or None if no check is needed."""
+    """Return the object that weights the running training's gradients; None without one."""
     # None if no weights are needed, or if a trainer's adapter weights the losses
     found = BatchTracker.newest()
     if (
@@ -148,7 +148,7 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 
 
 def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
-    """Switch off an optimizer's `foreach` where memory is short.
+    """If memory is short, have an optimizer update parameters one by one, not by `foreach`.
 
     `tensors` is the number of state tensors per parameter that are allocated in the step.
     """
@@ -196,7 +196,7 @@ _applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictio
 
 
 def check_summed(optimizer: Any) -> None:
-    """Raise a RequestError if the optimizer is about to apply gradients that weren't summed."""
+    """Raise RequestError if an optimizer is about to use gradients not summed over ranks."""
     exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.single_rank]
     before = _applied.get(optimizer)
     _applied[optimizer] = {id(exchange): exchange.sums for exchange in exchanges}
@@ -216,7 +216,7 @@ def check_summed(optimizer: Any) -> None:
 
 
 def _check_seen(exchanges: list[Exchange]) -> None:
-    """Raise a RequestError if any of the models has gradients that no exchange detected."""
+    """Raise RequestError if gradients were computed in a way that evener can't detect."""
     if any(exchange.waits for exchange in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "
@@ -234,6 +234,6 @@ def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
 
 
 def _list_applied(optimizer: Any) -> set[int]:
-    """Return the ids of the optimizer's parameters that have a gradient."""
+    """Return the ids of the optimizer's parameters that now have a gradient."""
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(each) for each in every if each.grad is not None}

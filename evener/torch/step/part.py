@@ -45,7 +45,7 @@ class Part:
 
     @property
     def is_piece(self) -> bool:
-        """Whether the part is smaller than planned because memory ran out."""
+        """Whether the part has fewer rows than planned, because memory ran out."""
         return self.rows < self.turn.planned
 
     def __enter__(self) -> Part:
@@ -86,7 +86,7 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return the piece of this part that a pass of the queue computes, with its weight."""
+        """Return the rows of this part that the queue's next pass computes, with their weight."""
         # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:
             self.turn = turn
@@ -137,7 +137,7 @@ def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
 def weigh_by_count(
     parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
 ) -> None:
-    """Weight parts by the denominators of their mean losses, such as token counts.
+    """Weight the parts of a batch by what their losses are means over, such as token counts.
 
     Arguments:
 

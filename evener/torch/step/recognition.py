@@ -1,4 +1,4 @@
-"""Recognize batches by the memory of their tensors."""
+"""Recognize which batch a model computes, by the memory addresses of its input tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Count a model's inputs that share storage, or an exact address, with a batch."""
+    """Count the model inputs that share storage with a batch; exact addresses count separately."""
     # The second number counts inputs that begin at the address of one of the batch's tensors.
     # Batches can be views of one tensor, such as a data set in memory. They share its storage, but
     # only the batch that the model computes begins at the inputs' addresses.

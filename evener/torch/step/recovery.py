@@ -58,7 +58,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def free_before_update(device: torch.device) -> None:
-    """Schedule a return of the allocator's unused memory before the optimizer's next step."""
+    """Have the allocator's unused memory returned before the optimizer's next step."""
     # The first step allocates the optimizer's state. It would fragment blocks that activations have
     # used, and the second step could run out of memory.
     if device.type == "cuda":
@@ -87,7 +87,7 @@ def describe_memory(device: torch.device) -> str:
 
 @dataclass
 class RunningPass:
-    """The pass that is being computed, with the state to restore if it fails."""
+    """The pass that is being computed, with the state to restore if memory runs out."""
 
     part: Part
     state: PassState  # before the pass
@@ -96,12 +96,12 @@ class RunningPass:
     ended: bool = False  # True if one of its backward passes is over, and can't be undone
 
     def has_used_collectives(self) -> bool:
-        """Return whether the training loop started collectives during the pass."""
+        """Return whether the user's loop has communicated with other ranks during the pass."""
         return count_foreign() != self.collectives
 
 
 class Recovery:
-    """Handles passes that run out of memory.
+    """Undoes passes that run out of memory, so that their rows can be computed in smaller ones.
 
     Arguments:
 
@@ -130,7 +130,7 @@ class Recovery:
         )
 
     def advise(self, error: BaseException) -> str:
-        """Return advice to print after an out-of-memory error, or "" for other errors."""
+        """Return advice to print if memory ran out, or "" for other errors."""
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
@@ -149,7 +149,7 @@ class Recovery:
     ) -> str:
         """Return the message of an out-of-memory error, or "" if the error has to be raised.
 
-        Raises DeviceError if memory ran out and gradients are summed by another library.
+        Raises DeviceError if memory ran out and another library sums the gradients.
         """
         # another library then sums the gradients, so the pass can't be undone
         if not is_out_of_memory(error) or running.ended:
@@ -186,7 +186,7 @@ class Recovery:
         self._report_retry(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def forget(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
-        """Forget the saved state after the rows of a pass were computed."""
+        """Drop the saved state once the rows of a pass are computed."""
         # the first batch also shows which buffers passes don't change; later passes don't copy
         # these
         for exchange in exchanges:
@@ -222,7 +222,7 @@ class Recovery:
         )
 
     def _check_smaller(self, running: RunningPass) -> None:
-        """Raise a DeviceError unless smaller passes give the same gradients."""
+        """Raise DeviceError if smaller passes would give other gradients, or if that is unknown."""
         # The gradients of up to 8 rows are compared, as many as fit in memory. After a success,
         # nothing is compared any more.
         part = running.part
@@ -262,7 +262,7 @@ class Recovery:
 
 
 class PassState:
-    """State of random generators and buffers before a pass.
+    """Saves random generators and buffers before a pass, to restore them if memory runs out.
 
     `constant` has the ids of buffers that don't change, which aren't copied.
     """
@@ -281,7 +281,7 @@ class PassState:
         ]
 
     def unchanged(self) -> set[int]:
-        """Return the ids of the copied buffers that are still the same."""
+        """Return the ids of copied buffers that have the same values as before the pass."""
         # without BatchNorm's statistics, which change without a new version
         same = {
             id(each)
@@ -291,7 +291,10 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """Return whether the pass uses BatchNorm, drew random numbers or changed buffers."""
+        """Return whether repeating the pass might give other results.
+
+        That is so if it uses BatchNorm, has drawn random numbers or has changed buffers.
+        """
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()
 

@@ -58,7 +58,7 @@ from .unowned import UNOWNED
 
 @dataclass
 class LoaderSteps(StepListener):
-    """Listener of a loader that times, weights and audits each step of the training run.
+    """Listener of a loader: it times, weights and audits each step of the training run.
 
     `trains` is False for validation loaders.
     """
@@ -67,7 +67,7 @@ class LoaderSteps(StepListener):
     trains: bool
 
     def compare(self, digest: int) -> None:
-        """Raise a RequestError if the ranks have different row orders or lengths."""
+        """Raise RequestError if ranks have drawn different row orders or have different lengths."""
         # otherwise rows would be computed twice, or ranks would wait for each other forever
         if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
             raise RequestError(
@@ -150,7 +150,7 @@ def take_parts(
 
 
 def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
-    """Return the parts into which this rank's rows of a batch are divided."""
+    """Return the parts, one per pass, into which this rank's rows of a batch are cut."""
     weights = training.weights
     rows = taken.sizes[training.rank]
     most = max(1, rows) if taken.origin.by_length else training.ranks.micros[training.rank]
@@ -164,7 +164,7 @@ def _same(value: Any) -> Any:
 
 @contextmanager
 def _without_sums(models: Sequence[Any]) -> Iterator[None]:
-    """Context manager in which no gradients are all-reduced."""
+    """Context manager in which backward passes don't all-reduce gradients of these models."""
     with ExitStack() as stack:
         stack.enter_context(UNOWNED.no_sync())
         for model in models:
@@ -228,7 +228,7 @@ class Passes:
         self._exchanges, self._running = [], None
 
     def _compute(self, part: Part, models: Sequence[Any], move: bool) -> Iterator[Part]:
-        """Yield a part for the loop to compute."""
+        """Yield a part to the user's loop, which computes it; catch memory errors around it."""
         # With `move`, tensors are moved to the device first. `models` all-reduce their gradients in
         # the last part. If memory runs out while tensors are moved, the part isn't yielded.
         batch = part.batch
@@ -281,19 +281,19 @@ class Passes:
             exchange.close()
 
     def note_backward(self) -> None:
-        """Record a backward pass that the loop started without `Part.backward`."""
+        """Record a backward pass that the loop ran by `loss.backward`, not by `Part.backward`."""
         if self._running is not None and not self._running.opened:
             self._running.ended = True
 
     def catch(self, error: BaseException) -> str:
-        """Return an out-of-memory error's message if the pass can be retried, else ""."""
+        """Return the message of an out-of-memory error if the pass can be retried, else ""."""
         running = self._running
         return "" if running is None else self.recovery.catch(error, running, self._exchanges)
 
     # -- after a pass
 
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
-        """Finish a pass that was computed.
+        """Finish a pass whose rows the loop has computed.
 
         Raises RequestError if `Part.backward` wasn't called in it.
         """

@@ -32,7 +32,7 @@ Weigh = Callable[[], float | None]
 
 
 class UnownedTensors:
-    """Tensors that optimizers train and no module owns, in groups for all-reduce."""
+    """Weights and sums gradients of tensors that optimizers train but no module owns."""
 
     def __init__(self) -> None:
         self._groups: list[TensorGroup] = []
@@ -42,7 +42,7 @@ class UnownedTensors:
         self.syncs = True  # True if backward passes end with an all-reduce
 
     def find(self) -> None:
-        """Find trained tensors without a module in all optimizers of the process."""
+        """Search all optimizers of this process for trained tensors that no module owns."""
         known = {id(each) for group in self._groups for each in group.alive()}
         modules, optimizers = _list_alive(torch.nn.Module, Optimizer)
         known |= {*_owned_by(modules), *exchanged_parameters()}
@@ -54,9 +54,10 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the given parameters that a module owns.
+        """Return those of the parameters that a module owns.
 
-        Raises RequestError if gradients of the others were neither summed nor equal on all ranks.
+        Raises RequestError if gradients of the others were neither summed over ranks nor equal on
+        all ranks.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         unowned = [parameter for parameter in parameters if id(parameter) not in owned]
@@ -129,7 +130,7 @@ class TensorGroup:
         return any(self._tensors[place]() is tensor for place in self._summed)
 
     def note(self, place: int, gradient: torch.Tensor) -> None:
-        """Remember a tensor's gradient and its earlier `.grad`."""
+        """Before a gradient is accumulated, remember it and the tensor's earlier `.grad`."""
         # this is called before the gradient is accumulated, so that `take` can undo that;
         # torch.autograd.grad accumulates nothing and doesn't lead to `take`
         task = backward_number()
@@ -142,7 +143,7 @@ class TensorGroup:
             self._before[place] = before, gradient.detach()
 
     def take(self, place: int, tensor: torch.Tensor) -> None:
-        """Move a weighted gradient from `.grad` to the sum, and restore the earlier `.grad`.
+        """After a gradient was accumulated, undo that and keep it, weighted, for the all-reduce.
 
         Raises RequestError for sparse gradients.
         """
@@ -249,12 +250,12 @@ def _trained_by(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _owned_by(modules: Iterable[Any]) -> set[int]:
-    """Return the ids of the parameters that the modules own directly."""
+    """Return the ids of the parameters that are registered in these modules themselves."""
     return {id(each) for module in modules for each in vars(module).get("_parameters", {}).values()}
 
 
 def _list_alive(*kinds: type) -> list[list[Any]]:
-    """Return, for each class, its instances in this process."""
+    """Return, for each class, all its instances that exist in this process."""
     # all objects are searched only once
     alive = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [[each for each in alive if issubclass(type(each), kind)] for kind in kinds]

@@ -36,7 +36,7 @@ from .wrapped import (
 
 
 class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
-    """Raised in an audit if the loss needs other ranks, so one rank can't compute it alone."""
+    """Raised when an audit meets a loss that needs all ranks' rows, so one rank can't repeat it."""
 
 
 Weigh = Literal["gradients", "loss", "trainer"]
@@ -92,7 +92,7 @@ class BatchWeights(BatchTracker):
             self.look_for_tensors()
 
     def leave(self) -> None:
-        """Stop weighting: gradients are averaged as before."""
+        """Stop weighting gradients; from now on they are averaged over ranks as without evener."""
         if BatchTracker.newest() is self:
             BatchTracker.newest = staticmethod(lambda: None)
             UNOWNED.weigh = lambda: None
@@ -103,7 +103,7 @@ class BatchWeights(BatchTracker):
         forget_frozen()  # of models that no longer exist, too
 
     def look_for_tensors(self) -> None:
-        """Find trained tensors that no module owns, once, and weight their gradients."""
+        """Search, once, for trained tensors that no module owns, and weight their gradients too."""
         if self.shares.world == 1 or self.are_averaged:
             return
         UNOWNED.device, UNOWNED.weigh = self.shares.device, weakref.WeakMethod(self.weigh_tensors)
@@ -112,7 +112,7 @@ class BatchWeights(BatchTracker):
             UNOWNED.find()
 
     def weigh_tensors(self) -> float | None:
-        """Return the weight for gradients of tensors without a module, or None outside training."""
+        """Return the weight of gradients of tensors without a module; None while there is none."""
         if self._auditing:
             return None
         if self.by_loss:
@@ -121,7 +121,7 @@ class BatchWeights(BatchTracker):
 
     @property
     def by_loss(self) -> bool:
-        """Whether losses are scaled instead of gradients."""
+        """Whether losses are multiplied by weights, instead of gradients."""
         return self.weigh != "gradients"
 
     @property
@@ -145,7 +145,7 @@ class BatchWeights(BatchTracker):
         return gradient_weight(sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Record whether the shape of rows differs between batches."""
+        """Note whether batches are padded to different lengths, from the shape of their rows."""
         shape = next((tuple(tensor.shape[1:]) for tensor in tensors_in(batch) if tensor.ndim), None)
         if shape is None or self.lengths_vary:
             return
@@ -153,9 +153,11 @@ class BatchWeights(BatchTracker):
         self._shape = shape
 
     def exchange_gradients(self, model: Any) -> list[Exchange]:
-        """Return the exchange that can undo failed passes of a model, or [] if there is none.
+        """Return the exchange that all-reduces a model's gradients and can undo a failed pass.
 
-        Raises RequestError if a noise scale is measured and another library sums the gradients.
+        It is the only item of a list; the list is empty if there is none, because another library
+        sums the gradients. Raises RequestError if a noise scale is measured and another library
+        sums the gradients.
         """
         # with a single rank, the exchange only makes it possible to undo a failed pass
         if self.shares.world == 1:
@@ -182,10 +184,10 @@ class BatchWeights(BatchTracker):
         self.watch_forward(model, device)
 
     def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
-        """Weight the gradients of a model in its exchange.
+        """Have a model's gradients multiplied by weights before `exchange` all-reduces them.
 
-        `exchange` is None if the model's own all-reduce stays. Raises RequestError if a noise scale
-        is to be measured and can't.
+        `exchange` is None if the model keeps its own all-reduce. Raises RequestError if the
+        gradient noise scale is requested but can't be measured on this model.
         """
         # if losses are weighted already, the exchange averages
         self.models.add(model)
@@ -206,7 +208,7 @@ class BatchWeights(BatchTracker):
         self._exchanges.add(exchange)
 
     def _attach_noise_scale(self, exchange: Exchange) -> None:
-        """Measure the noise scale on this exchange.
+        """Measure the gradient noise scale on the gradients that this exchange all-reduces.
 
         Raises RequestError if two models are trained.
         """
@@ -229,10 +231,7 @@ class BatchWeights(BatchTracker):
         return self._own_exchanges[model]
 
     def watch_forward(self, model: Any, device: torch.device) -> None:
-        """Watch the forward passes of a model, which tell which batch its gradients belong to.
-
-        Inputs of the model are moved to `device`.
-        """
+        """Before each forward pass of a model, find out which batch its inputs come from."""
         self.models.add(model)
         hook_forward(model, device, self.forward)
 
@@ -268,7 +267,7 @@ class BatchWeights(BatchTracker):
         exchange.weigh(self._find_weight(batch.sizes))
 
     def begin_parts(self, batch: Any) -> TakenBatch:
-        """Return the batch that `batch` belongs to, and note that its parts are computed.
+        """Begin to compute a batch in parts; return the loader's batch that `batch` comes from.
 
         Raises RequestError inside another batch's parts, and under Lightning.
         """
@@ -340,9 +339,9 @@ class BatchWeights(BatchTracker):
         return count_equal_passes(batch.sizes, self.shares.micros)
 
     def refuse_in_parts(self, name: str) -> None:
-        """Raise a RequestError if a method of the split is called during a pass.
+        """Raise RequestError in a pass, where ranks must not communicate.
 
-        `name` is the name of the method.
+        `name` is the method of Split that was called there.
         """
         # ranks run different numbers of passes, so a collective in each pass would make them wait
         # for each other forever
@@ -361,7 +360,7 @@ class BatchWeights(BatchTracker):
 
     @contextmanager
     def auditing(self) -> Iterator[None]:
-        """Context manager for audits, in which gradients get no weight."""
+        """Context manager in which an audit runs: gradients get no weights."""
         self._auditing = True
         try:
             yield
@@ -369,7 +368,7 @@ class BatchWeights(BatchTracker):
             self._auditing = False
 
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
-        """Return the batch of a forward pass, from the addresses of the model's inputs.
+        """Return the batch of a forward pass, found by the addresses of the model's inputs.
 
         The result is None if nothing has to be weighted, and a RequestError if no batch matches a
         model that may only predict. Raises RequestError if a batch with several passes is computed
@@ -398,7 +397,7 @@ class BatchWeights(BatchTracker):
             return error.with_traceback(None)
 
     def _note_prediction(self) -> None:
-        """Record a forward pass without gradients."""
+        """Record a forward pass without gradients, such as in a validation."""
         # a loader for validation has already noted its batch
         if self.current is None or self.current.origin.training:
             self.timer.note_validation()
@@ -440,7 +439,7 @@ class BatchWeights(BatchTracker):
         return made
 
     def check_trained(self, parameters: list[Any]) -> None:
-        """Raise a RequestError if a parameter was trained without weighted gradients.
+        """Raise RequestError if a parameter's gradients weren't weighted by the ranks' shares.
 
         An optimizer is about to change `parameters`.
         """

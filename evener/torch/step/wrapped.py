@@ -270,7 +270,7 @@ def is_sharded(model: Any) -> bool:
 
 
 def has_own_work(model: Any, rebalances: bool) -> bool:
-    """Return whether each rank's compute time can be measured apart from waiting for others.
+    """Return whether a rank's compute time can be measured apart from its waits for other ranks.
 
     Raises RequestError if it can't, and `rebalances` needs it.
     """
@@ -290,7 +290,7 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
 
 
 def check_exchange(model: Any) -> None:
-    """Raise a RequestError if another library sums gradients that can't be weighted."""
+    """Raise RequestError if a library sums gradients that evener then can't weight."""
     names = _class_names(model)
     for name, library in _ENGINES.items():
         if name in names:
@@ -397,7 +397,7 @@ def check_passes(model: Any) -> None:
 
 
 def watch_frozen(model: Any) -> None:
-    """Let frozen parameters raise a RequestError if they are trained later."""
+    """Have frozen parameters raise RequestError if they are unfrozen and trained later."""
     # an exchange only sums gradients of parameters that were trained when the model was wrapped
     for parameter in model.parameters():
         handle = _frozen_hooks.pop(parameter, None)

@@ -61,7 +61,7 @@ class Bucket:
         self._version = 0  # version of the gradients when they were sent
 
     def has_come(self, came: set[int] | None) -> bool:
-        """Return whether all gradients of the bucket were computed.
+        """Return whether gradients of all the bucket's parameters were computed.
 
         `came` has the ids of parameters whose gradients were computed; None means each `.grad` that
         is set.
@@ -142,14 +142,17 @@ class Bucket:
             torch.mul(gradient, factor, out=view)
 
     def _multiply(self, weight: float) -> None:
-        """Multiply the gradients by a weight; 0 also clears infinite values."""
+        """Multiply the bucket's gradients by a weight; 0 also replaces infinities and NaN."""
         if weight == 0.0:
             self.gradients.zero_()
         elif weight != 1.0:
             self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
-        """Set the gradients aside, multiplied by `weight`, until the next all-reduce."""
+        """Set the current gradients aside, multiplied by `weight`; later ones get other weights.
+
+        They are added before the next all-reduce.
+        """
         # this is necessary before the weight changes
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
@@ -175,7 +178,7 @@ class Bucket:
         self._add_held()
 
     def _add_held(self) -> None:
-        """Add the gradients that were set aside."""
+        """Add the gradients that `fold` has set aside."""
         if self._hold is not None:
             self.flat.add_(self._hold)
             self._hold, self._held_views = None, []
@@ -186,7 +189,7 @@ class Bucket:
         self._work = group.allreduce(self._sent)  # dist.all_reduce would take longer to start it
 
     def receive(self) -> None:
-        """Wait for the all-reduce, and set `.grad` of parameters that only other ranks used."""
+        """Wait for the all-reduce; set `.grad` of parameters that only other ranks have used."""
         self._work.wait()
         self._work = None
         if self._absent:
@@ -196,13 +199,16 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Clear a parameter's part of the gradients that were set aside."""
+        """Clear one parameter's gradients among those that `fold` has set aside."""
         # the loop may have cleared the parameter's gradient in the meantime
         if self._hold is not None:
             self._held_views[place].zero_()
 
     def _make_flags(self, number: int, counts: bool) -> torch.Tensor:
-        """Return the flags and the tail: which parameters have gradients, and the batch number."""
+        """Return the end of the bucket:
+
+        a flag per parameter with a gradient, and the batch number.
+        """
         # `counts` is False if this rank's weight is 0.
         key = (number, counts, *self._absent)
         if key not in self._patterns:
@@ -276,7 +282,7 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
 
 
 class HostCopy:
-    """Copy of a tensor to the host that doesn't wait for the GPU."""
+    """Copy of a GPU tensor to the host that is started without waiting for the GPU."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values.to("cpu", non_blocking=True, copy=True)  # into pinned memory
@@ -296,7 +302,10 @@ class HostCopy:
 
 
 class TailReader:
-    """Reads the end of a bucket, where ranks compare weights, buffers and batch numbers."""
+    """Reads the last values of a bucket, by which ranks detect that they have diverged.
+
+    These are model weights, buffers and batch numbers.
+    """
 
     # on a GPU, all tails but the first are read one step late, so that the host doesn't wait
 
@@ -307,7 +316,7 @@ class TailReader:
     def read(self, tail: torch.Tensor, expected: int) -> bool:
         """Return whether any rank's buffers have changed.
 
-        On a GPU, this reads the previous step's tail. `expected` is the expected sum of batch
+        On a GPU, this reads the previous step's values. `expected` is the expected sum of batch
         numbers. Raises RequestError if the ranks' weights or batch numbers differ.
         """
         # The host then needn't wait for the GPU.
@@ -399,7 +408,7 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class EarlierGradients:
-    """Gradients of a batch's earlier passes, set aside while the current pass may fail."""
+    """Keeps gradients of a batch's earlier passes safe while the current pass may fail."""
 
     # If rows' results depend on random draws or on one another, a retry computes other results.
     # Then all gradients of the failed pass are dropped, and `late` is True. It is also True in a
@@ -428,7 +437,7 @@ class EarlierGradients:
                 parameter.grad = None
 
     def merge(self) -> None:
-        """Add the gradients that were set aside to the gradients of the pass."""
+        """Add the gradients of earlier passes to those of the pass that has just succeeded."""
         if self._kept is None:
             return
         kept = [
@@ -451,7 +460,7 @@ class EarlierGradients:
         self.opened = self.late = self.apart = False
 
     def forget_failure(self) -> None:
-        """Forget a failed pass after its rows were computed again."""
+        """Forget a failed pass, once its rows were computed again."""
         self.final = None
 
     def fail(self, came: set[int]) -> None:

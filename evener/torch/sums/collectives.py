@@ -1,4 +1,4 @@
-"""Collectives on values of all ranks, and counts of collectives that the program starts."""
+"""Collectives on values of all ranks, and counts of collectives that the user's script starts."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _own = 0  # number of collectives that evener has started
 
 
 def count_foreign() -> int:
-    """Return the number of collectives in this process that evener didn't start."""
+    """Return how many collectives were started in this process, without evener's own."""
     # all collectives of this process, except evener's own
     return sum(count_exchanges().values()) - _own
 
 
 def note_own() -> None:
-    """Count a collective as evener's own."""
+    """Count one more collective as started by evener."""
     global _own
     _own += 1
 
 
 @contextmanager
 def own_collectives() -> Iterator[None]:
-    """Context manager in which all collectives count as evener's own."""
+    """Context manager: collectives inside count as evener's, not as the user's."""
     global _own
     before = count_foreign()
     try:
@@ -46,7 +46,7 @@ _sizes: dict[Hashable, int] = {}  # numbers of collectives that calls of `run_ow
 
 
 def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
-    """Return `start()`, and count the collectives that it starts as evener's own.
+    """Return `start()`, and count the collectives that it starts as evener's, not the user's.
 
     Calls with the same `kind` have to start equally many.
     """
@@ -61,7 +61,7 @@ def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
 
 
 class CollectiveError(RequestError):
-    """The loss function communicates with other ranks."""
+    """Raised if a loss function communicates with other ranks, so that no rank can repeat it."""
 
 
 USES_COLLECTIVES = (
@@ -202,7 +202,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        """Return the gradient of this rank's rows."""
+        """Sum all ranks' gradients, and return the part for this rank's rows."""
         # divided by this rank's weight, by which the model's gradients are multiplied afterwards
         total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
         with ctx.timer.collective():

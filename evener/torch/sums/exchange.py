@@ -67,7 +67,7 @@ def _find_normalizers(module: Any) -> list[Any]:
 
 
 def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
-    """Return the tensors whose names aren't ignored, each once."""
+    """Return the tensors whose names aren't in `ignored`, each once."""
     return list({id(each): each for name, each in named if name not in ignored}.values())
 
 
@@ -159,7 +159,10 @@ class Exchange:
         EXCHANGES.add(self)
 
     def average(self) -> None:
-        """Average gradients over ranks from now on, because the training run has ended."""
+        """From now on, average gradients over ranks with equal weights:
+
+        the training run has ended.
+        """
         self.begun = lambda *_: None
         self.ready = self.sent = self.done = lambda: None
         self.noise = None
@@ -171,7 +174,7 @@ class Exchange:
         return not self.single_rank and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the first rank's tensors to all.
+        """Copy the first rank's tensors to all ranks, so that they begin with the same values.
 
         Raises RequestError if the ranks wrap different models.
         """
@@ -193,11 +196,10 @@ class Exchange:
     # ------------------------------------------------------------------ a backward pass
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Prepare the backward pass from the model's outputs.
+        """Have `arm` called when a backward pass reaches the model's outputs.
 
         If `sync` is False, gradients are accumulated without an all-reduce. Raises RequestError if
-        an earlier backward pass failed after sending gradients. `batch` is the batch of the
-        outputs, and is passed to `begun`.
+        an earlier backward pass failed after sending gradients.
         """
         if self.resting:
             return
@@ -218,7 +220,7 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Detect the backward pass by gradients of parameters.
+        """Have `arm` called when the first gradient of a parameter is computed.
 
         This is for outputs in which no tensor was found.
         """
@@ -254,7 +256,7 @@ class Exchange:
             self._hooks += (_hook(parameter, self._arrived.append) for parameter in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
-        """Prepare for a backward pass, when its first gradient arrives.
+        """Prepare the all-reduce, when a backward pass through the model begins.
 
         Raises RequestError if another model in the same backward pass shares parameters.
         """
@@ -296,7 +298,7 @@ class Exchange:
         self._repeats |= len(self._came) < count
 
     def _send_ready_buckets(self, bucket: Bucket) -> None:
-        """Send complete buckets after the last gradient of `bucket` was computed."""
+        """After the last gradient of a bucket was computed, send all buckets that are complete."""
         # before the order is known, gradients are only copied into the bucket
         if not self._armed or self.held.apart:
             return
@@ -308,7 +310,7 @@ class Exchange:
             bucket.gather()
 
     def _send_complete(self) -> None:
-        """Send complete buckets, in order."""
+        """Send the next buckets in order, as long as they are complete."""
         # none while another model that began earlier in this backward pass has buckets to send
         for other in _open:
             if other is self:
@@ -335,7 +337,7 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write the end of a bucket, where ranks compare weights, buffers and batch numbers."""
+        """Write values that ranks compare, such as some weights, to the end of a bucket."""
         # They tell whether buffers have changed and, in some sums, have a few weights. Weights are
         # included in one of EVERY sums, for ranks to compare. The first rank multiplies its own by
         # the number of other ranks, and the others by -1, so equal weights add up to 0. The tail
@@ -467,7 +469,7 @@ def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
 
 
 def _end(task: int) -> None:
-    """Finish all exchanges in a backward pass."""
+    """At the end of a backward pass, send the last buckets of all models and wait for the sums."""
     # all models send their remaining buckets before any waits for its sum
     ended = [exchange for exchange, number in _open.items() if number == task]
     for exchange in ended:
@@ -483,7 +485,7 @@ def is_in_backward(task: int) -> bool:
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return whether gradients were summed yet, by the id of each exchanged parameter."""
+    """Return, by the id of each all-reduced parameter, whether its gradients were summed yet."""
     every = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     exchanges = [exchange for exchange in every if not exchange.single_rank]
     return {
@@ -505,7 +507,7 @@ def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
 
 
 def _forget_failed_passes() -> None:
-    """Forget exchanges in backward passes that ended with an error."""
+    """Reset exchanges whose backward pass was ended by an error."""
     if backward_number() != -1:
         return
     for each in _open:

@@ -56,7 +56,7 @@ class RankNoise:
         self._updates = updates
 
     def note(self, batch: Any) -> None:
-        """Record a batch whose gradients are in the current backward pass."""
+        """Record which batch the current backward pass computes gradients of."""
         if not any(each is batch for each in self._noted):
             self._noted.append(batch)
 
@@ -76,7 +76,7 @@ class RankNoise:
             self._sum = dist.all_reduce(own, group=group, async_op=True), own
 
     def finish_sum(self, buckets: Iterable[Bucket]) -> None:
-        """Take a sample from the all-reduced gradients, if this step is sampled."""
+        """After the all-reduce, compare ranks' gradients with their sum, if the step is sampled."""
         # if this is another sum of the same batch, neither sum has the whole gradient
         self._sample = self._complete_sample(buckets) if self._sum is not None else None
         self._forget_batches()
@@ -110,7 +110,7 @@ class RankNoise:
         return "" if found is None else describe(found, self._batch, self.steps)
 
     def _is_sampled(self) -> bool:
-        """Return whether this step is sampled."""
+        """Return whether the noise scale is measured in this step."""
         # One in `every` steps is sampled. A step isn't sampled if its gradients are added to those
         # of an earlier sum (no update in between), if its batches have different rows on a rank, or
         # if fewer than two ranks have rows.
@@ -143,7 +143,7 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error for a noise scale where another library sums the gradients."""
+    """Return the error for a noise scale that can't be measured, as `library` sums gradients."""
     # the noise scale compares the ranks' gradients; only the library sees them before their sum
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
