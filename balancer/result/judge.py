@@ -589,7 +589,11 @@ def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
 
 
 def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> bool:
-    """Whether one device is recommended although no layout over several devices was measured."""
+    """Whether one device is recommended although it couldn't be compared with several.
+
+    That is the case if no layout over several devices was measured, or only with a much smaller
+    batch.
+    """
     if not chosen.layout.traits.alone or devices < 2:
         return False
     splits = [rival for rival in rivals if rival.family and rival.layout.traits.together]

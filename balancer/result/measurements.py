@@ -150,10 +150,10 @@ def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
 
 
 def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
-    """Return the batch size above which the user's code raises an exception, or None.
+    """Return the micro-batch size above which the user's code raises an exception, or None.
 
-    Found if all failures with one exception had more rows than every batch that ran on the same
-    devices.
+    It is known if all failures with one exception had more rows than every batch that ran on the
+    same devices. The result has the largest size that ran and the smallest that failed.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)

@@ -282,10 +282,10 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds that doubling the batch saves for each batch of the present size.
+    """Return the seconds saved per present batch if a launch-bound GPU gets twice the batch.
 
-    That is for a GPU that waits `waits_s` seconds of each step for kernel launches. Their number
-    doesn't grow with the batch.
+    Of each step, the GPU waits `waits_s` seconds for kernel launches, and a larger batch needs no
+    more of them.
     """
     # the host takes as long as before, and the device twice as long
     after_s = max(step_s, 2 * (step_s - waits_s))

@@ -239,7 +239,10 @@ class Budget:
         return (spent + grown_seconds) / GROWS
 
     def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """Return the deadline of a stage, in seconds since the start of the search."""
+        """Return the deadline of a stage: how much of the budget may be spent by its end.
+
+        It is in seconds, and infinite without a budget.
+        """
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
             return LATER_TURNS_END_BY * self.seconds

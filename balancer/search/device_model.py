@@ -168,7 +168,8 @@ class DeviceModel:
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
         """Return the largest batch, up to `limit`, for which a curve is reliable.
 
-        A curve that was flat so far may only be extrapolated a little.
+        A curve is only extrapolated to a multiple of the largest batch that ran. If it was flat so
+        far, the remaining time limits that multiple.
         """
         if self._problem.global_batch is None:
             limit = self._limit_by_time(curve, limit)

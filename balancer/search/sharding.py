@@ -359,7 +359,10 @@ class Sharding:
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """Whether a layout is predicted to reach less than half the speed of one that ran."""
+        """Whether a step is predicted to have less than half the speed of a measured one.
+
+        The measured ones are those in which some devices hold state but compute nothing.
+        """
         rates = [one.samples_per_second for one in self._that_still_fit(self._held)]
         if not rates or not layout.traits.together:
             return False

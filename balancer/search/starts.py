@@ -35,7 +35,7 @@ class StartTimes:
         self._groups_end_others = groups_end_others
 
     def seconds(self, layout: Layout) -> float:
-        """Return the expected seconds until the processes of a layout can measure.
+        """Return how long the processes of a layout are expected to take to start, in seconds.
 
         0 if they are already running.
         """

@@ -310,7 +310,10 @@ class TextModel(MachineModel):
         return fmean(steps) + self.exchange_seconds(positions)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
-        """Whether at least one of these devices has enough memory for the longest row."""
+        """Whether at least one of these devices has enough memory for the longest row.
+
+        A device whose limit isn't known counts as large enough.
+        """
         return any(
             self.token_limits[i] == 0 or self.token_limits[i] >= self.problem.lengths[-1]
             for i in positions
