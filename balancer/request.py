@@ -74,7 +74,10 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def problem(self) -> Problem:
-        """The search problem that follows from the request and the devices."""
+        """The search's input:
+
+        batch limits, memory and other facts of the request and its devices.
+        """
         request = self.request
         devices = self.devices
         micro = allows_passes(request, self.framework)
@@ -98,13 +101,13 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
 
 def _number(values: Iterable[object]) -> tuple[int, ...]:
-    """Number the values by first appearance: equal values get equal numbers, from 0."""
+    """Return a number for each value, counted from 0, so that equal values get equal numbers."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
 def allows_passes(request: Request, framework: str) -> bool:
-    """Return whether a share may be split into several passes.
+    """Return whether a share may be split into several gradient-accumulation passes.
 
     XLA, and TensorFlow with `input="device"`, need each share in one pass.
     """

@@ -48,7 +48,7 @@ class OpenRun(msgspec.Struct):
 
     @property
     def record(self) -> JournalContents:
-        """Contents of the journal up to now."""
+        """Everything in the journal so far, including entries written since the run was opened."""
         before = self.began_with
         return msgspec.structs.replace(before, entries=(*before.entries, *self._written))
 
@@ -65,10 +65,10 @@ class OpenRun(msgspec.Struct):
 def open_run(
     request: Request, *, resume: str | None = None, extend_seconds: float | None = None
 ) -> OpenRun:
-    """Begin a run or, if `resume` names one, reopen it; close the result in the end.
+    """Begin a run or, if `resume` names one, reopen it; the caller closes the result in the end.
 
-    `extend_seconds` gives a resumed run this much time more. Raises RequestError for an invalid
-    request, and DeviceError if devices are missing or in use.
+    `extend_seconds` gives a resumed run this much additional time. Raises RequestError for an
+    invalid request, and DeviceError if devices are missing or in use.
     """
     if resume is not None:
         return reopen(resume, request, extend_seconds)
@@ -161,7 +161,7 @@ def _choose_budget(
 
 
 def _read_budget(record: JournalContents) -> float | None:
-    """Return the last budget of the run in seconds; None means no limit."""
+    """Return the budget that applied last to the run, in seconds; None means no limit."""
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
     # the last raised budget, or else the original one
@@ -169,7 +169,7 @@ def _read_budget(record: JournalContents) -> float | None:
 
 
 def _check_request(header: Header, request: Request) -> None:
-    """Raise RequestError if an option differs from the run's and would invalidate it."""
+    """Raise RequestError if an option differs from the run's and would invalidate measurements."""
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     unsaid = Request()
     # with another option, the earlier measurements wouldn't be valid; a default value counts as not
@@ -185,7 +185,7 @@ def _check_request(header: Header, request: Request) -> None:
 
 
 def _check_something_ran(record: JournalContents) -> None:
-    """Raise RequestError if the run only failed in the user's code."""
+    """Raise RequestError if the run measured nothing because the user's code failed."""
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)
     if wrong is not None and not any(isinstance(one, Timed) for one in seen):

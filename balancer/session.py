@@ -110,7 +110,7 @@ class Session(EventThread):
             self._run.close()
 
     def _loop_until_unwritten(self) -> UnwrittenError | None:
-        """Run the search; return the error if its journal can't be written any more."""
+        """Run the search; if its journal can't be written any more, end it and return the error."""
         try:
             self._loop()
         except UnwrittenError as fault:
@@ -168,14 +168,17 @@ class Session(EventThread):
                 alarm.cancel()
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Emit the progress of a probe, without time spent in pauses."""
+        """Emit an event about a probe's progress; time spent in pauses is subtracted."""
         at_seconds = progress.at_seconds - self._paused_seconds
         progress = msgspec.structs.replace(progress, at_seconds=at_seconds)
         self._running[progress.probe] = progress
         self._emit(progress)
 
     def _always_fails(self, seen: Observation) -> bool:
-        """Return whether the user's code failed before anything was measured."""
+        """Return whether the user's code has failed before anything was measured.
+
+        It would then fail on every device, so the search ends.
+        """
         failed = isinstance(seen, Failed) and seen.user_code
         # such code would fail on every device
         return failed and not any(isinstance(one, Timed) for one in self._seen)
@@ -197,7 +200,7 @@ class Session(EventThread):
         self._emit(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
 
     def _keep_link(self, seen: Observation) -> None:
-        """Save the speed of the link between devices, for later runs."""
+        """Save the link speed that a probe measured between its devices, for later runs."""
         # only a probe of a split can measure the link
         if not isinstance(seen, Timed) or not seen.link_bytes_per_second:
             return
@@ -207,7 +210,7 @@ class Session(EventThread):
             note_link(devices, self._job.driver, seen.link_path, seen.link_bytes_per_second)
 
     def _check_energy(self, seen: Observation, at: float) -> None:
-        """Raise RequestError if a device reports no energy that the objective needs."""
+        """Raise RequestError if the objective needs energy, and a device doesn't report any."""
         if not find_objective(self._job.request.objective).needs_energy or not isinstance(
             seen, Timed
         ):
@@ -247,7 +250,7 @@ class Session(EventThread):
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start timers that stop probes after the budget's end."""
+        """Start timers that end the search if probes still run after the budget."""
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
             # a simulated prober stops its own probes
@@ -267,7 +270,10 @@ class Session(EventThread):
         return alarms
 
     def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
-        """End the search, unless a probe is in one of the `spared` phases."""
+        """Stop probes that run past the budget, which ends the search.
+
+        Nothing is stopped if a probe is in one of the phases in `spared`.
+        """
         # wait until the workload is built, so that errors in the user's code are reported
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
@@ -286,7 +292,10 @@ class Session(EventThread):
         self._paused_seconds += self._prober.now() - paused_at
 
     def _finish(self) -> Finished:
-        """Build the plan and write it to the journal; raise if there is none."""
+        """Build the plan from the measurements, and write it to the journal.
+
+        Raises an error if no measurement gives a plan.
+        """
         running = tuple(
             one
             for one in tuple(self._running.values())  # probes still report from their own threads
@@ -320,11 +329,14 @@ class Session(EventThread):
         return ended
 
     def _now(self) -> float:
-        """Return the seconds spent, without pauses."""
+        """Return the seconds that the search has taken so far, without pauses."""
         return self._prober.now() - self._paused_seconds
 
     def _seconds(self) -> float:
-        """Return the seconds that the search took."""
+        """Return the seconds that the search took in total.
+
+        If a resumed run measured nothing new, that is the time it took before.
+        """
         if len(self._seen) == self._run.replayed:
             # a resumed run had nothing left to measure
             return self._run.record.clock_seconds
@@ -337,9 +349,9 @@ class Session(EventThread):
 
 
 def latest_end(budget_seconds: float | None) -> float:
-    """Return the time, in seconds of the search, by which all probes must have ended.
+    """Return the latest time at which a probe may end, in seconds of the search.
 
-    inf without a budget.
+    It is a grace period after the end of the budget; inf without a budget.
     """
     # even while they run steps
     return (
@@ -354,7 +366,7 @@ def _is_being_built(progress: ProbeProgress) -> bool:
 
 
 def _find_link(job: Job) -> KnownLink | None:
-    """Return the measured link between the devices from an earlier run, or None."""
+    """Return the link between the devices as measured by an earlier run, or None."""
     # only PyTorch exchanges gradients by the all-reduces with which links are measured
     if job.simulated or job.framework != "torch":
         return None

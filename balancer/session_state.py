@@ -21,7 +21,7 @@ RivalKind = EvidenceKind | Literal["plan", "sum"]
 
 
 class SessionState(msgspec.Struct, frozen=True):
-    """What a display shows of a search at one moment."""
+    """What a display shows of a running or finished search."""
 
     run: str = ""
     devices: tuple[str, ...] = ()  # labels, in the order of the request
@@ -53,7 +53,10 @@ class SessionState(msgspec.Struct, frozen=True):
 def first_state(
     devices: Sequence[Device], workload: str, run: str = "", kept: Sequence[ObservationEntry] = ()
 ) -> SessionState:
-    """Return the state before the first event; `kept` are outcomes of a resumed run."""
+    """Return the state before the first event of a search.
+
+    `kept` has the outcomes that a resumed run starts with.
+    """
     labels, names = zip(*((device.label, device.name) for device in devices), strict=True)
     return SessionState(
         run=run,
@@ -68,7 +71,7 @@ def first_state(
 
 
 def advance(state: SessionState, event: Event) -> SessionState:
-    """Return the state after an event."""
+    """Return the state that follows when the search emits an event."""
     replace = msgspec.structs.replace
     at_seconds = max(state.at_seconds, getattr(event, "at_seconds", 0.0))
     if isinstance(event, Started):
@@ -88,7 +91,7 @@ def advance(state: SessionState, event: Event) -> SessionState:
 
 
 def _replace_report(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
-    """Return the running probes, with the latest progress of one replaced."""
+    """Return the running probes' latest progress, with one probe's report replaced or added."""
     return tuple(({each.probe: each for each in state.running} | {newest.probe: newest}).values())
 
 
@@ -111,12 +114,12 @@ def timed(state: SessionState) -> list[Timed]:
 
 
 def has_split(state: SessionState) -> bool:
-    """Return whether several devices were measured together."""
+    """Return whether any measurement trained on several devices together."""
     return any(len(each.probe.layout.active) > 1 for each in timed(state))
 
 
 def best_solo(state: SessionState, device: int) -> Timed | None:
-    """Return the fastest measurement of one device alone, or None."""
+    """Return the fastest measurement in which a device trained alone, or None."""
     layouts = ((each, each.probe.layout) for each in timed(state) if not each.probe.layout.length)
     return _fastest(
         [each for each, layout in layouts if layout.traits.alone and layout.active == (device,)]
@@ -124,7 +127,7 @@ def best_solo(state: SessionState, device: int) -> Timed | None:
 
 
 def chosen_layout(state: SessionState) -> Layout | None:
-    """Return the layout of the plan or, before the end, the best so far; None if there is none."""
+    """Return the plan's layout; during the search, the best layout so far, or None."""
     if state.finished is not None:
         shares = state.finished.plan.layout.share
         return layout_of(
@@ -134,7 +137,10 @@ def chosen_layout(state: SessionState) -> Layout | None:
 
 
 def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
-    """Return the smallest pass, in rows, that ran out of memory on a device alone, or None."""
+    """Return the smallest pass, in rows, that ran out of memory when a device trained alone.
+
+    None if that has not happened.
+    """
     failed = [
         entry.seen.probe.layout.pass_rows[device]
         for entry in state.seen
@@ -149,7 +155,7 @@ def largest_run(state: SessionState, device: int) -> int:
 
 
 class RatedLayout(NamedTuple):
-    """A layout with its throughput, as a row of the comparison."""
+    """A layout with its throughput, as one row of the table that compares layouts."""
 
     kind: RivalKind
     name: str
@@ -161,7 +167,10 @@ class RatedLayout(NamedTuple):
     earlier: float = 0.0  # earlier samples/s of one device at this batch, if they were higher
 
     def gain_of(self, other: RatedLayout) -> float | None:
-        """Return how much faster `other` is, as a fraction, or None if they can't be compared."""
+        """Return how much faster `other` is than this layout, as a fraction; 0.1 is 10 %.
+
+        None if the two can't be compared.
+        """
         if not is_comparable(other.rate, other.batches, self.rate, self.batches):
             return None
         return (
@@ -170,7 +179,7 @@ class RatedLayout(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Rows of the devices that take part, such as "640+384"."""
+        """Rows per device as text, such as "640+384"; devices without rows are left out."""
         return "+".join(str(batch) for batch in self.batches if batch)
 
 
@@ -199,7 +208,7 @@ def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
 
 
 def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return a running search's best layout, then layouts for comparison."""
+    """Return the best layout of a running search so far, then the layouts to compare it with."""
     labels, best = state.devices, state.best
     compares = has_split(state) or len(labels) == 1
     solos = _list_solos(state)
@@ -222,7 +231,7 @@ def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
 
 
 def _list_solos(state: SessionState) -> list[Timed]:
-    """Return the fastest measurement of each device alone."""
+    """Return each device's fastest measurement in which it trained alone."""
     alone = (best_solo(state, device) for device in range(len(state.devices)))
     return [each for each in alone if each is not None]
 
@@ -244,7 +253,7 @@ def _is_same_layout(one: Layout, other: Layout) -> bool:
 
 
 def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
-    """Return the layout of a plan with its throughput."""
+    """Return a plan's own layout and throughput as a row of the comparison."""
     return _rival(
         "plan", "the plan", throughput_interval(plan.throughput), plan.layout.batches, labels
     )
@@ -253,10 +262,10 @@ def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
 def plan_rivals(
     plan: Plan, labels: tuple[str, ...], at_batch: bool = False
 ) -> tuple[RatedLayout, ...]:
-    """Return what a plan was compared with: equal shares, one device, and a larger batch.
+    """Return the layouts to compare a plan with: equal shares, one device, a larger batch.
 
-    The total throughput of all devices alone follows. With `at_batch`, it is measured at the plan's
-    global batch where possible, else at each device's best.
+    The last row adds up the throughputs of all devices that train alone. With `at_batch`, these are
+    taken at the plan's global batch where it was measured, else at each device's best batch.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for evidence in plan.evidence:
@@ -283,7 +292,7 @@ def _rank_split(evidence: Evidence) -> tuple[bool, float]:
 
 
 def find_single(plan: Plan) -> Evidence | None:
-    """Return the best measurement of a single device other than the plan's own, or None."""
+    """Return the fastest layout with a single device, other than the plan's own layout, or None."""
     compared = [evidence for evidence in plan.evidence if evidence.kind == "best_device"]
     compared = _without_own_device(plan, compared)
     # plans of older versions have no such evidence if no single device took part in the race
@@ -292,7 +301,7 @@ def find_single(plan: Plan) -> Evidence | None:
 
 
 def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
-    """Return measurements of other devices than the one that the plan uses alone."""
+    """Return measurements of single devices, without the device that the plan itself uses alone."""
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     return [evidence for evidence in solos if _positions(evidence.layout) != own]
 
@@ -349,7 +358,7 @@ def _find_earlier(plan: Plan, single: Evidence) -> float:
 
 
 def _positions(layout: PlanLayout) -> tuple[int, ...]:
-    """Return the positions that have rows."""
+    """Return the positions of the devices that have rows in a plan's layout."""
     return tuple(i for i, batch in enumerate(layout.batches) if batch)
 
 
@@ -358,12 +367,12 @@ def _speed(evidence: Evidence) -> float:
 
 
 def best_alone(plan: Plan) -> dict[int, Evidence]:
-    """Return the fastest measurement of each device alone, by position."""
+    """Return each device's fastest measurement alone, by device position."""
     return _choose_alone(plan, _speed)
 
 
 def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
-    """Return a measurement of each device alone by position, if possible at the plan's batch."""
+    """Return a measurement of each device alone, at the plan's global batch if there is one."""
     batch = plan.layout.global_batch
 
     def prefer(evidence: Evidence) -> tuple[bool, bool, float]:
@@ -408,7 +417,7 @@ def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
 
 
 class ChartedCurve(NamedTuple):
-    """Throughput of one device by batch size, predicted and measured."""
+    """Data for a chart of one device: throughput by batch size, predicted and measured."""
 
     device: int
     believed: tuple[tuple[int, float], ...]  # (batch, samples/s) that the search predicts
@@ -417,12 +426,12 @@ class ChartedCurve(NamedTuple):
 
     @property
     def largest_tested(self) -> int:
-        """Largest batch that was measured, 0 without any."""
+        """Largest batch that was measured on the device alone, 0 if none was."""
         return max((batch for batch, _ in self.measured), default=0)
 
 
 def curves(state: SessionState) -> tuple[ChartedCurve, ...]:
-    """Return the curves of all devices that have a measurement or a prediction."""
+    """Return the chart data of each device that has a measurement or a prediction."""
     sketches = (
         {sketch.device: sketch for sketch in state.belief.curves}
         if state.belief is not None
@@ -462,7 +471,10 @@ def _speeds(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], .
 
 
 def seconds_left(state: SessionState) -> float | None:
-    """Return the seconds of the budget that are left; None without a budget or after the end."""
+    """Return how many seconds of the budget are left.
+
+    None without a budget, or after the search has ended.
+    """
     if state.budget_seconds is None or state.finished is not None or state.ended:
         return None
     return max(0.0, state.budget_seconds - state.at_seconds)

@@ -44,7 +44,7 @@ def student(freedom: int) -> float:
 
 
 def find_correlation(values: Sequence[float]) -> float:
-    """Estimate the correlation of consecutive values, corrected for the bias of short series.
+    """Estimate the lag-1 autocorrelation of a series, corrected for the bias of short series.
 
     The result is at least 0 and at most MOST_CORRELATION.
     """

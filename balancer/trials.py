@@ -56,7 +56,7 @@ LEAST_RISE = 0.02
 
 
 class ProbeLength(msgspec.Struct, frozen=True):
-    """How long each repetition of a probe takes: in seconds or, if above 0, in steps."""
+    """How long each repetition of a probe lasts: `steps` steps if above 0, else `seconds`."""
 
     seconds: float = DEFAULT_SECONDS
     steps: int = 0
@@ -65,8 +65,8 @@ class ProbeLength(msgspec.Struct, frozen=True):
 class ProbeRepeat(msgspec.Struct, frozen=True):
     """Result of one repetition of a probe.
 
-    `samples` and `samples_per_second` are over all repetitions so far; `own` has the samples/s of
-    each device while it computes, None if unknown.
+    `samples` and `samples_per_second` cover all repetitions so far; `own` has each device's
+    samples/s while it computes, without waiting for others, None if unknown.
     """
 
     samples: int
@@ -89,11 +89,12 @@ def _count(number: int, thing: str) -> str:
 def choose_layout(
     devices: int, positions: Sequence[int] | None, batches: Sequence[int], micro: Sequence[int] = ()
 ) -> Layout:
-    """Return the layout that `evener probe` was asked to measure.
+    """Return the layout that the user asked `evener probe` to measure.
 
+    - `devices`: how many devices there are.
     - `positions`: the devices to use. None: the first ones.
     - `batches`: rows of each of these devices.
-    - `micro`: the largest pass for each of them; empty means one pass.
+    - `micro`: the largest pass on each of them; empty means one pass.
 
     Raises RequestError if these don't fit together.
     """
@@ -155,7 +156,7 @@ def repeat_probe(
 
 @contextmanager
 def _locked_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
-    """Lock devices and start a prober for them."""
+    """Context manager: lock the devices, and start a prober for them."""
     with lock_job(job, positions), closing(make_prober(job, error_file=new_error_file())) as prober:
         yield prober
 
@@ -203,7 +204,7 @@ def _runs(
 
 
 def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
-    """Run one probe; None if it was stopped."""
+    """Run one probe, and return its outcome, or None if it was stopped."""
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
@@ -225,7 +226,7 @@ def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Return the samples/s of each device with its share alone."""
+    """Train each device's share on it alone, one after the other, and return samples/s for each."""
     # None for an unused device, and if a measurement failed or was stopped
     speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):
@@ -238,7 +239,10 @@ def _measure_alone(
 
 
 class DryRunDevice(msgspec.Struct, frozen=True):
-    """Usable memory of a device in bytes, and its predicted largest batch; None means unknown."""
+    """What a dry run predicts for a device: usable memory in bytes, and the largest batch.
+
+    None means unknown.
+    """
 
     label: str
     name: str
@@ -247,20 +251,20 @@ class DryRunDevice(msgspec.Struct, frozen=True):
 
 
 class LargestSizes(msgspec.Struct, frozen=True):
-    """Largest parameter counts that fit in memory by one training method."""
+    """Largest parameter counts that fit in memory: whole on each device, and in shards."""
 
     whole: int  # if each device holds the model
     sharded: int  # if the devices hold parts of it
 
 
 class LargestModel(LargestSizes, frozen=True, kw_only=True):
-    """Largest parameter counts that fit in memory: in full, by LoRA and by QLoRA."""
+    """Largest parameter counts that fit in memory: for full training, LoRA and QLoRA."""
 
     lora: LargestSizes
     qlora: LargestSizes
 
     def write(self) -> str:
-        """Return the counts as text."""
+        """Return the parameter counts as a sentence."""
         return (
             f"AdamW in float32 trains at most {millions(self.whole)} parameters where each device "
             f"holds the model, and {millions(self.sharded)} in shards (split.shard); "
@@ -271,7 +275,7 @@ class LargestModel(LargestSizes, frozen=True, kw_only=True):
 
 
 class DryRunResult(msgspec.Struct, frozen=True):
-    """Result of a dry run; `steps` has (batch, seconds per step)."""
+    """What a dry run measured and predicts; `steps` has (batch, seconds per step)."""
 
     workload: str
     framework: str
@@ -286,7 +290,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
     )
 
     def write_tried(self) -> str:
-        """Return what was measured as a sentence."""
+        """Return a sentence on what the dry run trained, and how long its steps took."""
         what = "A simulated model" if self.simulated else self.workload
         if not self.simulated and self.framework != "none":
             what += f" ({self.framework})"
@@ -296,7 +300,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
         return f"{what} was {built}stepped on {where}: a step took {join_words(steps)}."
 
     def write_rest(self) -> str:
-        """Return the time that a search takes and the largest model, as sentences."""
+        """Return sentences on how long a search would take, and on the largest trainable model."""
         sentences = []
         if self.budget_seconds is not None:
             sentences.append(f"A search takes at most {duration(self.budget_seconds)}.")
@@ -306,10 +310,10 @@ class DryRunResult(msgspec.Struct, frozen=True):
 
 
 def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResult | None:
-    """Measure a few steps on the first device, and predict what fits on the others.
+    """Train a few steps on the first device, and predict the largest batch of every device.
 
-    None if it was stopped. Raises NoLayoutError if the workload fails, doesn't fit, or doesn't get
-    through a step within the budget.
+    None if it was stopped. Raises NoLayoutError if the workload fails, doesn't fit in memory, or
+    takes longer than the budget for one step.
     """
     alone = _limit_to_first_device(resolved)
     with _locked_prober(alone) as prober:
@@ -320,7 +324,7 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResul
 
 
 def _limit_to_first_device(job: Job) -> Job:
-    """Return the job with its first device only."""
+    """Return a copy of the job for its first device only."""
     machine = job.machine
     request = job.request
     if machine is not None:
@@ -415,7 +419,7 @@ def _measure_batches(
 
 
 def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
-    """Return the error for a device on which not even one row fits."""
+    """Return the error for a device in whose memory not even one row fits."""
     # `largest` are the largest models that would fit, if known
     none = f"Not even one sample fits on {device.label}."
     if largest is None:
@@ -450,9 +454,9 @@ def _predict_sizes(resolved: Job, timed: Sequence[Timed]) -> DryRunResult:
 
 
 def find_largest_model(job: Job) -> LargestModel | None:
-    """Return the largest models that the devices could train, or None.
+    """Return the largest models that the job's devices could train, or None if unknown.
 
-    None unless the workload can be sharded over several devices of known memory.
+    It is unknown unless the workload can be sharded over several devices of known memory.
     """
     sizes = [size for size in job.problem.memory_bytes if size is not None]
     sharded = job.machine.shards is not None if job.machine is not None else job.problem.shards

@@ -20,7 +20,7 @@ Position = Annotated[int, Meta(ge=0, lt=4096)]
 
 
 class Stage(StrEnum):
-    """The part of a search that a probe belongs to."""
+    """The part of a search in which a probe is measured, such as exploration or comparison."""
 
     SOLO = "solo"
     """Exploration: every device alone, all at the same time."""
@@ -47,10 +47,11 @@ Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported"
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """One way to train on the devices of a request: which devices take part, with which shares.
+    """One way to train on the devices of a request:
 
-    `shares` has the rows per step of each device, in the order of the request; 0 if it computes
-    none.
+    which of them take part, and with how many rows.
+
+    `shares` has each device's rows per step, in the order of the request; 0 if it computes none.
     """
 
     kind: Kind
@@ -95,14 +96,19 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pass_rows(self) -> tuple[int, ...]:
-        """Rows of the largest pass on each device; equal to `shares` if each is one pass."""
+        """Rows of the largest pass on each device.
+
+        They equal `shares` unless gradients are accumulated over several passes.
+        """
         return self.micro or self.shares
 
     @cached_property
     def children(self) -> Layout:
-        """This layout with each share reduced to one row: a key for the processes that run it.
+        """This layout with each share reduced to one row:
 
-        Layouts with equal keys can be probed one after the other in the same processes.
+        a key for the probe processes that run it.
+
+        Layouts with equal keys can be measured one after the other by the same processes.
         """
         shares = tuple(min(1, share) for share in self.shares)
         return Layout(
@@ -111,16 +117,16 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def in_passes(self) -> bool:
-        """Whether a device computes its share in several passes."""
+        """Whether some device accumulates gradients over several passes."""
         return bool(self.micro)
 
     @property
     def by_rows(self) -> bool:
-        """Whether shares are plain row counts, independent of the rows' lengths."""
+        """Whether shares are numbers of rows, rather than assigned by the lengths of the rows."""
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
-        """Return the number of passes in which the device at `position` computes its share.
+        """Return in how many passes the device at `position` computes its share.
 
         0 if it has no share.
         """
@@ -189,7 +195,7 @@ Doubt = Literal[  # in the order in which they are reported
 
 
 class MeasurementDoubt(msgspec.Struct, frozen=True):
-    """A warning about a measurement, such as throttling or noise."""
+    """A warning about a measurement, such as throttling or noise, with the device concerned."""
 
     code: Doubt
     value: float = 0.0  # the measured value: a relative size, a fraction of time, or a step number
@@ -214,7 +220,7 @@ class Power(msgspec.Struct, frozen=True):
 
     @classmethod
     def mean(cls, found: Sequence[Power]) -> Power | None:
-        """Return the mean of several measurements, or None if there are none."""
+        """Return the mean of several power measurements, or None if there are none."""
         return (
             cls(fmean(one.active_watts for one in found), fmean(one.idle_watts for one in found))
             if found
@@ -223,7 +229,7 @@ class Power(msgspec.Struct, frozen=True):
 
 
 class PartSeconds(msgspec.Struct, frozen=True):
-    """Breakdown of one device's step time besides compute, in seconds per step.
+    """What one device's step time was spent on besides computing, in seconds per step.
 
     The times may overlap. None means unknown.
     """
@@ -246,7 +252,7 @@ class PartSeconds(msgspec.Struct, frozen=True):
 
 
 class KeptBatch(msgspec.Struct, frozen=True):
-    """Time of the same step on a batch that stays in memory, so without loading data.
+    """Time of a step that trains on a batch kept in memory, so that no data is loaded.
 
     `low_seconds` and `high_seconds` bound the 95 % interval.
     """
@@ -257,7 +263,7 @@ class KeptBatch(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
-    """Outcome of a probe that succeeded.
+    """Outcome of a successful probe.
 
     `step_seconds` is the estimated time of a step; `low_seconds` and `high_seconds` bound its 95 %
     interval.
@@ -293,23 +299,26 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def restart_seconds(self) -> float:
-        """Seconds to start these processes again, without the imports."""
+        """Seconds to start this layout's processes again, when imports needn't be repeated."""
         return self.start_seconds - self.import_seconds
 
     @property
     def lone(self) -> bool:
-        """Whether only a single step was timed."""
+        """Whether the probe timed only a single step, so that its error is a guess."""
         return self.steps == 1
 
     def held_back(self, position: int = -1) -> bool:
-        """Return whether the device at `position` was throttled; if negative, whether any was."""
+        """Return whether the device at `position` was throttled during the probe.
+
+        With a negative position: whether any device was.
+        """
         throttled = [warning.device for warning in self.warnings if warning.code == "throttled"]
         slowed = [device for device in throttled if device >= 0]
         return bool(slowed) if position < 0 else position in slowed
 
     @property
     def power(self) -> Power | None:
-        """Mean power of active and idle devices; None if it is unknown for any device."""
+        """Mean power of the layout's devices and of the unused ones; None if unknown for any."""
         watts = [watt for watt in self.watts if watt is not None]
         if not watts or len(watts) < len(self.watts):
             return None
@@ -318,7 +327,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def tokens(self) -> float:
-        """Tokens per step without padding; 0 if rows have no lengths."""
+        """Tokens per step on all devices, without padding; 0 if rows have no lengths."""
         return sum(each.tokens for each in self.work if each)
 
     @property
@@ -371,7 +380,7 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """Convert a probe of an old journal to the stages and turns of today.
+    """Convert a probe from an old journal to today's stages and turns.
 
     Old journals recorded single devices as SPLIT, and comparisons of options as RACE.
     """
@@ -397,7 +406,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A layout's measured throughput in samples/s, and how often it was measured."""
+    """A layout's measured throughput in samples/s; `turns` is how often it was measured."""
 
     layout: Layout
     throughput: Interval
@@ -405,7 +414,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class PredictedCurve(msgspec.Struct, frozen=True):
-    """The step time that the search expects of one device, by batch size."""
+    """How long a step of one device is predicted to take, by batch size."""
 
     device: int
     # (batch, seconds) that the search expects, for plotting, in increasing order of batch
@@ -415,7 +424,7 @@ class PredictedCurve(msgspec.Struct, frozen=True):
 
 
 class Belief(msgspec.Struct, frozen=True):
-    """What the search currently expects of each device, and what it measures next."""
+    """What the search currently predicts for each device, and what it measures next."""
 
     curves: tuple[PredictedCurve, ...]
     doing: str  # a message: what is being measured and why
@@ -426,7 +435,7 @@ MEASURED_PART = 1 / 64
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """Memory of a model that can be trained in shards, in bytes."""
+    """Memory of a model that can be sharded over several devices, in bytes."""
 
     state_bytes: int  # parameters, gradients and the optimizer's state
     gathered_bytes: int  # the model's own parameters and two whole units, with their gradients
@@ -442,7 +451,7 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class KnownLink(msgspec.Struct, frozen=True):
-    """Measured bandwidth and latency of an all-reduce between the devices."""
+    """Bandwidth and latency of an all-reduce between devices, as measured."""
 
     ranks: int
     # of the data that crosses a link: 2 (n - 1) / n times the tensor's bytes
@@ -487,7 +496,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the probe processes found out about the software, the workload and its data."""
+    """What probe processes reported about the software, the workload and its data."""
 
     versions: dict[str, str] = {}  # framework -> version
     driver: str = ""
@@ -508,7 +517,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Stop(StrEnum):
-    """Why a search ended; the value is the sentence for the user."""
+    """Why a search ended; each value is a sentence for the user."""
 
     SETTLED = "Nothing left to measure is expected to gain more than --tolerance."
     UNSURE = (

@@ -54,7 +54,10 @@ WhyNotChosen = Literal[  # why a layout with more samples/s isn't the plan
 
 
 class MeasuredRate(msgspec.Struct, frozen=True):
-    """Throughput with its 95 % interval; `known` is False if it is too imprecise to compare."""
+    """A measured throughput with its 95 % interval.
+
+    `known` is False if the interval is too wide to compare the throughput with others.
+    """
 
     samples_per_second: float
     low: float
@@ -65,9 +68,9 @@ class MeasuredRate(msgspec.Struct, frozen=True):
 
 
 class RateGap(msgspec.Struct, frozen=True):
-    """Relative difference of two throughputs with its 95 % interval.
+    """How much faster one layout is than another, as a fraction, with its 95 % interval.
 
-    `alternately` means that the two layouts were measured in alternation.
+    `alternately` means that the two layouts were measured in alternation, which is more precise.
     """
 
     value: float
@@ -86,7 +89,7 @@ Action = Literal[
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """What the user should do, and with which devices and batches."""
+    """What the user should do next, such as to train with the plan or to measure again."""
 
     action: Action
     devices: tuple[str, ...]
@@ -112,7 +115,7 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class Rival(msgspec.Struct, frozen=True):
-    """Another measured layout, with the plan's gain over it."""
+    """A measured layout that wasn't chosen, and how much faster the plan is."""
 
     kind: RivalKind
     name: str
@@ -133,10 +136,10 @@ class Rival(msgspec.Struct, frozen=True):
 
 
 class SplitLoss(msgspec.Struct, frozen=True):
-    """Why training on several devices is slower than on one, in seconds per step.
+    """Why training on several devices was slower than on one of them, in seconds per step.
 
-    "longest_part": the others wait for the device with the largest share. "exchange":
-    synchronization takes too long. None means unknown.
+    `cause` is "longest_part" if the others wait for the device with the largest share, and
+    "exchange" if synchronization takes too long. None means unknown.
     """
 
     cause: Literal["longest_part", "exchange", "unexplained"]
@@ -162,9 +165,9 @@ class SumLoss(msgspec.Struct, frozen=True):
 
 
 class UnequalDevices(msgspec.Struct, frozen=True):
-    """Two devices of the same product, of which one is slower.
+    """A pair of devices of the same product, one of which is slower than the other.
 
-    `ratio` is the throughput of the fast one divided by that of the other.
+    `ratio` is the throughput of the fast one divided by the throughput of the slow one.
     """
 
     fast: str
@@ -184,7 +187,7 @@ class VerdictDoubt(msgspec.Struct, frozen=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """A device, layout or option that the plan doesn't use, and why."""
+    """A device, layout or option that the plan doesn't use, with the reason."""
 
     kind: Literal["device", "layout", "family", "host", "request"]
     name: str
@@ -213,7 +216,7 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class ReplacedLayout(msgspec.Struct, frozen=True):
-    """A layout that ran out of memory, and the one measured in its place."""
+    """A layout that ran out of memory, and the layout that was measured instead."""
 
     name: str
     original: str
@@ -221,9 +224,10 @@ class ReplacedLayout(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """A phase before the timed steps that a probe was in when the search ended.
+    """A probe that had not reached its timed steps when the search ended.
 
-    `name` is what was being imported or built, `seconds` the time spent on it.
+    `phase` is what it was doing, such as "importing" or "building", `name` what it imported or
+    built, and `seconds` how long.
     """
 
     phase: str  # importing | loading | building | preparing | warming up
@@ -234,14 +238,14 @@ class Unfinished(msgspec.Struct, frozen=True):
 
 
 class TakenMemory(msgspec.Struct, frozen=True):
-    """Memory that other programs hold on a device."""
+    """Memory of a device that other programs hold, in bytes."""
 
     device: str
     size_bytes: int
 
 
 class CodeLimit(msgspec.Struct, frozen=True):
-    """A row count from which the user's code fails with an error."""
+    """The user's code fails with an error from some number of rows on."""
 
     rows: int  # the most rows that ran below the limit
     failed_rows: int  # the fewest rows that failed
@@ -249,7 +253,7 @@ class CodeLimit(msgspec.Struct, frozen=True):
 
 
 class ShortEpoch(msgspec.Struct, frozen=True):
-    """The global batch leaves fewer than 100 steps in an epoch."""
+    """Warning: with the plan's global batch, an epoch has fewer than 100 steps."""
 
     steps: int
     global_batch: int
@@ -258,7 +262,7 @@ class ShortEpoch(msgspec.Struct, frozen=True):
 
 
 class ShortBudget(msgspec.Struct, frozen=True):
-    """The budget ended before several devices could be measured together."""
+    """Warning: the budget ended before several devices were measured together."""
 
     budget_seconds: float
     start_seconds: float  # the part of the budget spent on starting processes
@@ -266,7 +270,11 @@ class ShortBudget(msgspec.Struct, frozen=True):
 
 
 class PassStatistics(msgspec.Struct, frozen=True):
-    """A layer, such as batch normalization, computes statistics over the rows of a pass."""
+    """Warning: a layer, such as batch normalization, computes statistics over a single pass.
+
+    So they depend on the passes into which a device's share is divided. `rows` is the smallest
+    pass.
+    """
 
     layer: str
     rows: int
@@ -285,7 +293,7 @@ class ObjectiveReached(msgspec.Struct, frozen=True):
 
 
 class Learning(msgspec.Struct, frozen=True):
-    """Effect of the global batch on learning, estimated from the gradient noise scale."""
+    """How the plan's global batch affects learning, estimated from the gradient noise scale."""
 
     global_batch: int
     noise_scale: NoiseScale | None = None
@@ -303,10 +311,10 @@ class Learning(msgspec.Struct, frozen=True):
 
 
 class AdapterMemory(msgspec.Struct, frozen=True):
-    """Estimated memory for training adapters on the frozen model instead of the model itself.
+    """Estimated memory for training adapters (LoRA, QLoRA) beside a frozen model.
 
-    `state_bytes` is for a device that holds the whole model; `fits_on` are the devices with that
-    much.
+    `state_bytes` is for a device that holds the whole model; `fits_on` lists the devices with that
+    much memory.
     """
 
     kind: str  # lora, qlora
@@ -316,9 +324,9 @@ class AdapterMemory(msgspec.Struct, frozen=True):
 
 
 class StateMemory(msgspec.Struct, frozen=True):
-    """Memory for parameters, gradients and optimizer state.
+    """Memory for the whole model's parameters, gradients and optimizer state, in bytes.
 
-    `state_bytes` is the total of the whole model.
+    `fits_on` lists the devices that could hold it alone.
     """
 
     state_bytes: int
@@ -328,7 +336,7 @@ class StateMemory(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is reported about a search's result.
+    """The complete result of a search, as data.
 
     None, "" or an empty tuple means that a field doesn't apply, or is unknown.
     """

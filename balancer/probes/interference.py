@@ -286,7 +286,7 @@ class ProbeInterference:
         self._first = {**self._idle, **self._before}
 
     def annotate(self, block: Block) -> Block:
-        """Read the drivers, and add the throttled time since the last reading to the block.
+        """Read the drivers after a block of steps, and add how long each device was throttled.
 
         Raises GroupError if a device was lost meanwhile.
         """

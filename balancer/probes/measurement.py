@@ -355,7 +355,10 @@ class Measurement:
         )
 
     def _own_seconds(self, ran: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
-        """Return the compute time of each rank in a block; empty if it can't be measured."""
+        """Return the seconds that each rank computed in a block, without waiting for others.
+
+        Empty if that can't be measured.
+        """
         if any(reply.waited_seconds is not None for reply in ran):
             return tuple(_subtract_waiting(wall_seconds, reply.waited_seconds) for reply in ran)
         if not self._ranks.own_cores or self._ranks.one_process:

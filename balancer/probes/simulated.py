@@ -293,7 +293,10 @@ class _SimulatedProbe:
         return step + longest_held - longest, held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """Return the largest slowdown by throttling, as a fraction, and its device or -1."""
+        """Return the largest slowdown by throttling as a fraction, and its device's position.
+
+        The position is -1 if no device is throttled.
+        """
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1

@@ -64,7 +64,10 @@ PHASES = {
 
 
 class PhaseDifference(msgspec.Struct, frozen=True):
-    """Seconds per step of one part of a step in two training runs, on the first rank."""
+    """How long one part of a step, such as data loading, takes in each of two training runs.
+
+    All values are seconds per step on the first rank.
+    """
 
     name: str
     before_s: float
@@ -74,7 +77,7 @@ class PhaseDifference(msgspec.Struct, frozen=True):
 
 
 class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of the throughput of two runs, with 95 % intervals.
+    """How much slower a second run is than a first, with 95 % intervals.
 
     `slowdown` is a fraction: 0.1 means that the second run takes 10 % longer for the same rows.
     """
@@ -94,16 +97,19 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     other_batch: bool = False  # the two trainings have different numbers of rows per step
 
     def is_beyond(self, most: float) -> bool:
-        """Return whether the second run is surely slower, and by more than the fraction `most`."""
+        """Return whether the second run is slower by more than the fraction `most`.
+
+        False if it may be as fast as the first within the error of the measurement.
+        """
         return self.least > 0 and self.slowdown > most
 
 
 def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunDifference:
-    """Compare two training runs, without their warm-up.
+    """Return how much slower the training run `after` is than `before`, without warm-up.
 
-    The slowdown is based on quick steps, which other programs disturb least, and corrected for the
-    speed of the cores; rare work such as checkpoints is added. Raises RequestError if a run is too
-    short.
+    The fastest steps of both are compared, because other programs disturb them least; they are
+    corrected for the CPU's speed. Time for rare work such as checkpoints is added. Raises
+    RequestError if a run is too short.
     """
     windows = [_list_windows(each) for each in (before, after)]
     first, second = windows
@@ -135,9 +141,10 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
 
 
 def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDifference:
-    """Compare the throughput of two plans; `before` and `after` are the names of their runs.
+    """Return how much slower the plan `other` is than the plan `one`.
 
-    Raises RequestError if a plan has no throughput.
+    `before` and `after` are the names of the searches that found them. Raises RequestError if a
+    plan has no throughput.
     """
     throughputs = [one.throughput, other.throughput]
     if not all(throughput.samples_per_second > 0 for throughput in throughputs):
@@ -185,7 +192,7 @@ def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
 
 
 def _batch(windows: Sequence[StepsEntry]) -> float:
-    """Return the mean number of rows per step."""
+    """Return a training run's mean number of rows per step."""
     return sum(window.samples for window in windows) / sum(window.steps for window in windows)
 
 
@@ -197,7 +204,10 @@ class _Mean(msgspec.Struct, frozen=True):
 def _mean(
     windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float], least: float = 1e-12
 ) -> _Mean:
-    """Return the mean of a metric over time, with an error that allows for correlation."""
+    """Return the time-weighted mean of a metric over windows of steps, with its error.
+
+    The error allows for the correlation of neighbouring windows. The mean is at least `least`.
+    """
     # consecutive windows are correlated, so they are grouped
     blocks = [_weighted_mean(block, metric) for block in _group_into_blocks(windows)]
     # at least `least`, because a divisor can't be 0
@@ -213,7 +223,10 @@ def _mean(
 def _compare_quick_steps(
     trainings: Sequence[RecordedTraining], windows: Sequence[Sequence[StepsEntry]]
 ) -> tuple[list[_Mean], float]:
-    """Return quick steps in seconds per row for each run, and the relative error of their ratio."""
+    """Return each run's quick-step time in seconds per row, and the error of their ratio.
+
+    The error is relative.
+    """
     starts = [training.start for training in trainings]
     quick = [
         [QuickWindow(each.quick_s * each.steps / each.samples, each.core_s) for each in own]
@@ -269,7 +282,7 @@ def _per_sample(part: Callable[[StepsEntry], float]) -> Callable[[StepsEntry], f
 
 
 def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
-    """Group windows into blocks of about equal duration."""
+    """Group consecutive windows of steps into blocks of about equal duration."""
     whole_s = sum(window.seconds for window in windows)
     count = min(MOST_BLOCKS, len(windows))
     blocks: list[list[StepsEntry]] = [[] for _ in range(count)]
@@ -290,7 +303,10 @@ def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry],
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """Return the difference in each part of a step; empty if the parts are unknown."""
+    """Return for each part of a step how its time differs between two training runs.
+
+    Empty if the runs didn't record the parts.
+    """
     # none if a training's ranks don't report the parts
     known = [[window for window in windows if window.sums.steps] for windows in (first, second)]
     if not all(known):

@@ -28,7 +28,7 @@ MOST_RECORDS = 256  # maximum number of records that are searched
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
-    """Measurements of links between some devices, as stored in a file."""
+    """A stored file with link measurements between some devices."""
 
     driver: str
     devices: tuple[str, ...]  # ids of the devices, in order
@@ -53,7 +53,10 @@ def save_links(
 
 
 def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
-    """Add the link speed that a probe has measured; it is skipped if it can't be saved."""
+    """Save a link speed that a probe measured, beside earlier measurements of the devices.
+
+    Errors of writing the file are ignored.
+    """
     labels = tuple(device.label for device in devices)
     transport = find_transport(devices)
     variables = write_variables(switches_of(transport)) if transport == SET_HERE else ""
@@ -69,7 +72,7 @@ def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_secon
 
 
 def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
-    """Return the record of exactly these devices with this driver, or None."""
+    """Return the stored measurements of exactly these devices with this driver, or None."""
     record = _read(_find_path(devices, driver))
     if record is not None and (record.driver, record.devices) == (driver, _list_ids(devices)):
         return record
@@ -77,7 +80,7 @@ def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
 
 
 def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
-    """Return the newest speed of each link among these devices, pairs first."""
+    """Return the newest measured speed of each link among these devices, pairs first."""
     labels = {device.id: device.label for device in devices}
     found = []
     for ids, measurement in _find_newest(devices, driver).items():
@@ -102,7 +105,7 @@ def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
 
 
 def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str], LinkMeasurement]:
-    """Return the newest measurement of each set of devices, by their ids."""
+    """Return the newest successful measurement of each set of devices, keyed by their ids."""
     known = {device.id for device in devices}
     transport = find_transport(devices)
     variables = write_variables(switches_of(transport)) if transport == SET_HERE else ""
@@ -132,7 +135,7 @@ def _read(path: Path) -> LinkRecord | None:
 
 
 def _ids_of(record: LinkRecord, measurement: LinkMeasurement) -> frozenset[str]:
-    """Return the ids of the devices that were measured."""
+    """Return the ids of the devices that a stored measurement was made between."""
     pairs = zip(record.devices, record.labels, strict=False)
     return frozenset(identity for identity, label in pairs if label in measurement.devices)
 

@@ -74,9 +74,10 @@ def is_running(run: str) -> bool:
 
 
 def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") -> ExitStack:
-    """Lock the devices of a job, or those at `positions`, until the result is closed.
+    """Lock a job's devices, or only those at `positions`, until the result is closed.
 
-    Nothing is locked for simulated devices or with `--share`. Raises DeviceError if one is in use.
+    Nothing is locked for simulated devices, or if the user gave `--share`. Raises DeviceError if a
+    device is in use.
     """
     if job.request.share or job.machine is not None:
         return ExitStack()
@@ -153,7 +154,10 @@ def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
 
 
 def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """Lock a file of the kernel, or raise DeviceError; without access, nothing happens."""
+    """Lock a device's file in sysfs, so that searches of other users see it.
+
+    Nothing happens if the file can't be opened. Raises DeviceError if it is locked already.
+    """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         held.callback(os.close, descriptor)
@@ -175,9 +179,9 @@ def kernel_files(device: Device) -> list[Path]:
 
 
 def try_lock(descriptor: int) -> int | None:
-    """Lock an open file, or return the process id of its holder.
+    """Lock an open file. Returns None on success, else the process id of the lock's holder.
 
-    None means that it is locked now, 0 that the holder is unknown.
+    0 means that another, unknown process holds the lock.
     """
     for _ in range(TRIES):
         try:
@@ -204,7 +208,7 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file after a few attempts, or raise BlockingIOError."""
+    """Lock an open file, with a few attempts; raise BlockingIOError if it stays locked."""
     # `is_running` in another process also locks the file for a moment
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):
@@ -229,7 +233,7 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """Return the holder of a lock as text in parentheses, or ""."""
+    """Return a lock's holder as text, such as " (process 12, run x)", or "" if unknown."""
     pid = note.get("pid")
     run = note.get("run")
     # the file may have been changed, so fields that evener wouldn't have written are left out

@@ -46,14 +46,22 @@ ALIKE_WINDOWS = 4
 
 
 class QuickWindow(NamedTuple):
-    """Time of a quick step, and of a fixed matrix product beside it, in seconds."""
+    """A window of training steps:
+
+    its quick-step time, and the speed of its CPU core, in seconds.
+
+    The core's speed is the time that a fixed matrix product took beside the steps.
+    """
 
     step_s: float  # of a quick step, per sample
     core_s: float  # of the fixed product
 
 
 class QuickStep(NamedTuple):
-    """Seconds per row of a quick step at full core speed, with its relative error."""
+    """A training run's quick-step time at full core speed, in seconds per row.
+
+    `error` is relative.
+    """
 
     seconds: float
     error: float

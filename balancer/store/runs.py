@@ -57,7 +57,7 @@ State = Literal["running", "finished", "stopped", "failed", "unreadable"]
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """A search or training run, as a row in the list of runs."""
+    """One row in the list of runs: a search or a training run."""
 
     run: str
     created: str
@@ -80,7 +80,7 @@ class RunSummary(msgspec.Struct, frozen=True):
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A search that was read from its journal; `end` is None if it has no plan."""
+    """A past search as read from its journal; `end` is None if it found no plan."""
 
     record: JournalContents
     end: Finished | None
@@ -177,17 +177,17 @@ def find_any(name: str) -> str:
 
 
 def load_training(run: str) -> RecordedTraining | None:
-    """Read a training run; None if the run is a search.
+    """Read the journal of a training run; None if this run is a search.
 
-    Raises RequestError if its journal is broken.
+    Raises RequestError if the journal is broken.
     """
     return _read_training(run, _training_path(run)) if _is_training(run) else None
 
 
 def load_noise(name: str) -> NoiseEntry:
-    """Return the gradient noise scale that a training run has measured last.
+    """Return the gradient noise scale that a training run measured last.
 
-    "last" finds the newest run with one. Raises RequestError if there is none.
+    "last" means the newest run that measured one. Raises RequestError if there is none.
     """
     for run in reversed(_list_ids()) if name == "last" else [find_any(name)]:
         # for example, a training's journal is broken
@@ -236,7 +236,7 @@ def each_run() -> Iterator[RunSummary]:
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
-    """Return the speed of training runs with the plan of this search, or None."""
+    """Return how fast later training runs with this search's plan were, or None without any."""
     trainings = []
     for newer in reversed(_list_ids()):
         if newer <= run:
@@ -302,7 +302,7 @@ def delete_run(name: str) -> str:
 
 
 def forget_empty(folder: Path) -> None:
-    """Delete the folder of a run that has no journal."""
+    """Delete a run's folder if no journal was created in it."""
     with suppress(OSError):
         if not (folder / JOURNAL).exists():
             shutil.rmtree(folder)
@@ -336,7 +336,11 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 
 
 def _summarize_run(run: str, trainings: Trainings) -> RunSummary:
-    """Summarize a run; `trainings` collects training runs for the search that they follow."""
+    """Return a run's row for the list of runs.
+
+    Runs are passed from newest to oldest. `trainings` collects training runs, until the search
+    whose plan they used takes them into its row.
+    """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
         trouble = "" if state == "running" else f"It was {NEVER_BEGAN}."
@@ -388,7 +392,7 @@ def _summarize_training(training: RecordedTraining) -> RunSummary:
 
 
 def _find_state(record: JournalContents) -> tuple[State, str]:
-    """Return the state of a search, and why it failed."""
+    """Return a search's state, such as "failed", and the error that made it fail, or ""."""
     if is_running(record.header.run):
         return "running", ""
     end = record.last_end
@@ -407,9 +411,9 @@ NOTHING = Facts()  # before any child has reported facts
 def make_search(
     job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = (), spend_all: bool = False
 ) -> Search:
-    """Return a search that already knows these facts and outcomes.
+    """Return a search that starts with facts and outcomes from earlier probes.
 
-    With `spend_all`, it measures until the budget is spent.
+    With `spend_all`, it measures until its budget is spent.
     """
     problem = msgspec.structs.replace(job.problem, spend_all=True) if spend_all else job.problem
     search = Search(problem, job.request.compare or BALANCE)
@@ -420,7 +424,7 @@ def make_search(
 
 
 def recover(record: JournalContents) -> Finished:
-    """Build the result of a search that was cut off, from its journal.
+    """Build the result of an interrupted search from the outcomes in its journal.
 
     Raises NoLayoutError if nothing was measured.
     """
@@ -445,7 +449,7 @@ def read_run(name: str) -> JournalContents:
 
 
 def recorded_events(record: JournalContents) -> Iterator[Event]:
-    """Yield the events of a past search, without progress reports.
+    """Yield the events of a past search again; progress reports weren't recorded.
 
     Raises NoLayoutError at the end if the search failed.
     """
@@ -474,9 +478,9 @@ def recorded_events(record: JournalContents) -> Iterator[Event]:
 
 
 class EventReplay(EventThread):
-    """Thread that emits the events of a past search at `speed` times the original pace.
+    """Thread that plays back the events of a past search, `speed` times as fast.
 
-    Gaps are at most `longest_gap_seconds`.
+    Pauses between events are at most `longest_gap_seconds`.
     """
 
     def __init__(

@@ -25,7 +25,10 @@ SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """Throughput that training with a plan reached, in its newest run."""
+    """How fast training runs with a plan were, beside the throughput that the plan predicted.
+
+    Throughput and reasons are from the newest run.
+    """
 
     trainings: int
     samples_per_second: float  # median
@@ -34,18 +37,18 @@ class Trained(msgspec.Struct, frozen=True):
 
     @property
     def falls_short(self) -> bool:
-        """Whether training is over 5 % slower than the plan predicted."""
+        """Whether training runs over 5 % slower than its plan predicted."""
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Return why it is slower, as text."""
+        """Return as text why training is slower than predicted, as far as its journal shows."""
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
 def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained | None:
-    """Return the throughput that training runs with a plan reached, or None without any.
+    """Return how fast training runs with a plan were, or None if none used it.
 
-    `trainings` are in order, newest first.
+    `trainings` has the newest run first.
     """
     parts = [_by_plan(plan, training) for training in trainings]
     parts = list(filter(_speeds, parts))
@@ -57,7 +60,7 @@ def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained |
 
 
 def _by_plan(plan: Plan, training: RecordedTraining) -> list[TrainingEntry]:
-    """Return the entries of a training run while it followed the plan."""
+    """Return those entries of a training run's journal that were written while it used the plan."""
     entries: list[TrainingEntry] = []
     follows = False
     for entry in training.entries:
@@ -81,7 +84,7 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 
 
 def _explain_slowness(entries: Sequence[TrainingEntry]) -> Iterator[str]:
-    """Yield the reasons in a run's journal for being slow."""
+    """Yield the reasons for being slow that a training run's journal shows."""
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (
         ("input_s", "its first device waited for input in {part} of a step"),
