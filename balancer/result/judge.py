@@ -347,9 +347,10 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the fastest measured layout, in a list, if it is faster than the plan.
+    """Return the fastest measured layout if it is faster than the plan, as a list of one.
 
-    Empty otherwise, or if it is in `known`: the layouts that are compared anyway.
+    The list is empty if the plan is the fastest, or if the layout is in `known`, because it is then
+    compared anyway.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [result for result in report.results if batch in (None, result.layout.global_batch)]

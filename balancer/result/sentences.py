@@ -797,7 +797,7 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
 def _write_range(middle: str, low: str, high: str) -> str:
     """Return a value with its bounds, as "middle (low - high)".
 
-    The value alone if both bounds read the same.
+    If both bounds read the same, the value alone is returned.
     """
     return middle if low == high else f"{middle} ({low} - {high})"
 

@@ -1,6 +1,6 @@
 """Find which devices can hold a model's parameters, gradients and optimizer state.
 
-Alone, sharded, or if only adapters are trained.
+A device may hold them alone, in shards, or only for the adapters that are trained.
 """
 
 from __future__ import annotations

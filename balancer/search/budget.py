@@ -1,13 +1,13 @@
 """Decides how long each probe measures, and whether it fits the budget.
 
-It also computes what a probe costs at least. Exploration gets a part of the budget, so that the
-race can measure every candidate once. This part is nearly all of the budget if only solo, even and
-split layouts are requested. It is less if packs, placements or knobs follow, because each of them
-starts child processes of its own, which takes time.
+The probes before the final comparison get only a part of the budget, so that the comparison can
+measure every layout once. This part is nearly all of the budget if only layouts of one model over
+the devices are compared. It is smaller if several jobs per device, placed layers or tuning options
+follow, because each of them starts processes of its own, which takes time.
 
-Before the first split, devices may be measured alone in more rounds than a plan needs. Such a round
-may take at most the fraction `EXPLORES` / 2 of exploration's remaining time. It must leave time for
-the first split. Any other probe only has to fit.
+Before the first step over several devices, devices may be measured alone in more rounds than are
+strictly necessary. Such a round may take at most the fraction `EXPLORES` / 2 of the time left for
+this stage, and it must leave enough time for that first step. Any other probe only has to fit.
 """
 
 from __future__ import annotations
@@ -208,9 +208,9 @@ class Budget:
         return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """Return how often the remaining time suffices to measure each of these layouts once.
+        """Return how many more times the remaining time suffices to measure all these layouts.
 
-        May be fractional. Infinite without a budget, 0 without layouts.
+        The number may be fractional. It is infinite without a budget, and 0 without layouts.
         """
         each = sum(max(self.least_seconds(layout), BASE_SECONDS[Stage.RACE]) for layout in layouts)
         if not each:

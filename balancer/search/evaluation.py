@@ -371,7 +371,7 @@ class Evaluation:
     # ------------------------------------------------------------------ the report
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
-        """Return all data of the search from which its result is written; None if nothing ran.
+        """Return everything about the search that its result is made from; None if nothing ran.
 
         `own_batch` is the global batch of the user's script. Its speed is predicted for the report.
         """

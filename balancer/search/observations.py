@@ -258,7 +258,7 @@ class Observations:
         return all(self.leaves_room(i, one) for one in ran for i in layout.active)
 
     def leaves_room(self, position: int, seen: Timed) -> bool:
-        """Whether a step's peak memory on a device would fit beside what others hold there now."""
+        """Whether a step's peak memory on a device would fit beside that of other processes now."""
         _, others_bytes = self._others_bytes[position]
         if not others_bytes:
             return True

@@ -374,9 +374,10 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
 def _find_feasible_region(
     batches: Sequence[int], levels: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the step widths and shifts at which each batch is on its given level.
+    """Return which step-shaped curves put each measured batch on its given level.
 
-    The result has the corners of the region of possible values; it is empty if there is none.
+    Each is described by its levels per row and its shift. The result has the extreme combinations;
+    it is empty if there is none.
     """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
@@ -406,7 +407,11 @@ def _find_feasible_region(
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """Return the lowest and the highest possible shift, for `each` levels per row."""
+    """Return how far a step-shaped curve may be shifted if each batch is to be on its level.
+
+    The result is the lowest and the highest shift, in levels. `each` is the number of levels per
+    row.
+    """
     # no shift is possible if the lowest exceeds the highest
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
