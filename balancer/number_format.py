@@ -9,7 +9,7 @@ from evener.shares.whole_rows import split_passes
 
 
 def rate(samples_per_second: float) -> str:
-    """Format samples/s: two decimals below 100, one below 1000, else whole."""
+    """Format samples/s: two decimals below 100, one below 1000, else whole and grouped."""
     for digits, limit in ((2, 99.995), (1, 999.95)):
         if samples_per_second < limit:
             return f"{samples_per_second:.{digits}f}"

@@ -78,7 +78,7 @@ class Session(EventThread):
         return self._search
 
     def report(self) -> SearchReport:
-        """Return the results of the finished search."""
+        """Return the results of the search, which must have ended with a plan."""
         report = self._search.report(self._job.request.own_batch)
         assert report is not None, "a session without a plan raises"
         return report

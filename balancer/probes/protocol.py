@@ -54,9 +54,9 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Command: set shares and passes, and run the first step.
 
-    With `costs`, rows are assigned by the cost of their length; `length` makes all rows equally
-    long. `micro` limits the rows per pass of each share; empty means one pass each. The reply is
-    `Prepared`.
+    With `costs`, rows are assigned by the cost of their length, in passes of at most `tokens`
+    padded tokens; `length` makes all rows equally long. `micro` limits the rows per pass of each
+    share; empty means one pass each. The reply is `Prepared`.
     """
 
     shares: tuple[int, ...]

@@ -354,7 +354,7 @@ def _without_middle(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent exits."""
+    """Let the kernel kill this process when its parent exits, or exit now if it has."""
     die_with_parent()
     # the parent may have exited before
     if os.getppid() != parent:

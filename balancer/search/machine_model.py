@@ -238,7 +238,10 @@ class MachineModel:
         )
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """Return the layout with these rows per device, or None if it may not fit in memory."""
+        """Return the layout with these rows per device, or None if it may not fit in memory.
+
+        Its micro-batches may be smaller than those of `lay_out`.
+        """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)
 

@@ -106,7 +106,7 @@ class StateDivision(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A sharded layout and its predicted step time in seconds."""
+    """A sharded layout and its predicted step time in seconds, without gathering parameters."""
 
     layout: Layout
     seconds: float

@@ -392,8 +392,8 @@ class PlannedTraining:
             self.audits.close()
 
     def add_up(self, value: Any) -> torch.Tensor:
-        """Return the sum of a value over all ranks, in float64, or in int64 for integer tensors.
+        """Return the sum of a value over all ranks, in float64, or int64 for integer tensors.
 
-        Every rank has to call this.
+        Scalars are summed in float64, too. Every rank has to call this.
         """
         return add_up(value, self.device, self.world, self.timer)

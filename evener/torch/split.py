@@ -245,9 +245,10 @@ class Split(PlannedTraining):
         return self.loaders.add(made)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of all training loaders and the current shares, for a checkpoint.
+        """Return the positions of all training loaders, for a checkpoint.
 
-        The result is the same on every rank.
+        With `rebalance`, it also has the current shares. The result is the same on every rank, and
+        can be stored as JSON.
         """
         state, rebalancing = self.loaders.state_dict(), self.rebalancing
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
@@ -357,7 +358,8 @@ class Split(PlannedTraining):
         The gradients of all ranks, weighted and summed, are then those of the mean over the whole
         batch.
 
-        Every rank has to call this. Raises RequestError inside `parts`.
+        Every rank has to call this. Raises RequestError inside `parts`. Use the result like a mean
+        over rows, with `backward`, `scale` and `mean`.
         """
         # `scale` and `mean` multiply by this rank's fraction of the batch, so the result is divided
         # by it

@@ -38,7 +38,8 @@ class Epoch:
     Arguments:
 
     - `training`: False in an evaluation loop.
-    - `tail`: row count of a last batch that weights ranks differently from the others, or None.
+    - `tail`: row count of a last batch that weights ranks differently from the others, or None
+      (see `UnevenBatchSampler.rows_of_odd_tail`).
     - `by_length`: whether rows are assigned by length.
     """
 
@@ -368,7 +369,7 @@ class LoaderStates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the loaders, including loaders that will be created later.
 
-        Raises RequestError if `state` wasn't returned by `state_dict`.
+        Raises RequestError if `state` wasn't returned by `state_dict`, or doesn't fit a loader.
         """
         if not isinstance(state.get(_LOADERS), list):
             raise RequestError(

@@ -128,9 +128,10 @@ def gather_rows(
 
 
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
-    """Return the sum of a value over all ranks, in float64, or in int64 for integer tensors.
+    """Return the sum of a value over all ranks, in float64, or int64 for integer tensors.
 
-    Every rank has to call this. The `timer` doesn't count the all-reduce as compute time.
+    Scalars are summed in float64, too. Every rank has to call this. The `timer` doesn't count the
+    all-reduce as compute time.
     """
     total = torch.as_tensor(value).detach()
     whole = total.ndim and not total.is_floating_point()

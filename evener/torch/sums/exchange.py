@@ -355,7 +355,7 @@ class Exchange:
         tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
-        """Send the remaining buckets at the end of the backward pass."""
+        """End a backward pass; if gradients are all-reduced in it, send the remaining buckets."""
         if self._hooks:
             self._note_arrived()
         came = self._came if self._hooks else self.has_gradients()
