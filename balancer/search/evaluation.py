@@ -273,8 +273,8 @@ class Evaluation:
     def best(self) -> Result | None:
         """The layout to recommend, with its samples/s; None if nothing ran.
 
-        If it was measured again after being chosen, those samples/s count, because the first ones
-        are biased upwards.
+        If it was measured again after being chosen, the later samples/s count: those for which it
+        was chosen are biased upwards.
         """
         chosen = self._chosen
         if chosen is None:
