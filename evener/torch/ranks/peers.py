@@ -61,7 +61,7 @@ class ExitNote(msgspec.Struct, frozen=True):
 
 
 class PeerWatcher:
-    """Watches whether the other ranks of a process group are still there.
+    """Detects that another rank has ended, so that this one doesn't wait for it forever.
 
     `read_progress` returns this rank's number of batches and its current activity.
     """

@@ -258,7 +258,7 @@ class Loader:
 
 
 class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't followed
-    """Rows of a loader as a SequentialSampler, for trainers that inspect `loader.sampler`."""
+    """Stand-in for a loader's SequentialSampler, for trainers that read `loader.sampler`."""
 
     # a SequentialSampler, so that Lightning doesn't replace it
 

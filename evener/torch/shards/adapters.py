@@ -18,7 +18,7 @@ from .whole_model import WholeModel
 def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:
     """Return the names of the parameters that a checkpoint of a PEFT model has to contain.
 
-    These are the trained parameters and whatever else PEFT itself saves.
+    These are the trained parameters, and the others that PEFT itself saves.
     """
     # PEFT may save more than adapters, such as resized embeddings. A call with a state dict of
     # empty tensors shows what it saves.

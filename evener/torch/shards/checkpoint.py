@@ -54,7 +54,7 @@ AnyModel = Sharded | WholeModel
 
 
 def find_sharded(model: Any) -> Sharded | WholeModel:
-    """Return the Sharded of a model, or a WholeModel if there is a single rank.
+    """Return the Sharded object of a model, or a WholeModel if there is a single rank.
 
     Raises RequestError if several ranks train a model that isn't sharded.
     """
@@ -112,7 +112,7 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _flats(sharded: AnyModel) -> Iterator[Flat]:
-    """Yield the flat parameters of all units that a checkpoint stores."""
+    """Yield the flat parameter tensors of all units that a checkpoint stores."""
     # Checkpoints don't have packed weights.
     for unit in [sharded.root, *sharded.units]:
         for flat in unit.flats:
@@ -125,7 +125,7 @@ def _whole_slots(sharded: AnyModel) -> list[Slot]:
 
 
 def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]:
-    """Yield unsharded parameters on rank 0 as dicts from name to tensor on the CPU."""
+    """Yield whole parameters on rank 0, as dicts from name to CPU tensor; empty on other ranks."""
     # Other ranks yield empty dicts. If `wanted` has names, Flats without these parameters are
     # skipped. There is one dict for each Flat. The last dicts have the unsharded parameters.
     for flat in _flats(sharded):
@@ -180,7 +180,7 @@ def _buffers(model: Any) -> Tensors:
 
 
 def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
-    """Yield the unsharded optimizer states on rank 0, with keys such as "head.weight/exp_avg"."""
+    """Yield whole optimizer states on rank 0, with keys such as "head.weight/exp_avg"."""
     # Step counters are left out. There is one dict for each Flat and kind. The last dicts have the
     # state of unsharded parameters.
     for flat in _flats(sharded):
@@ -193,7 +193,7 @@ def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
-    """Yield the unsharded optimizer states of a Flat's parameters, one dict per kind of state."""
+    """Yield the whole optimizer states of a flat tensor's parameters, one dict for each kind."""
     slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
     kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
     for kind in dict.fromkeys(kinds):
@@ -216,7 +216,7 @@ def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
 
 
 def _counters(sharded: AnyModel, optimizer: Any) -> dict[str, float]:
-    """Return the scalar optimizer states, such as step counts, by parameter name and kind."""
+    """Return the optimizer's scalar states, such as step counts, by parameter name and kind."""
     return {
         f"{slot.names[0]}/{kind}": float(value)
         for slot in sharded.slots
@@ -248,7 +248,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups with numbered parameters, as `Optimizer.state_dict` does."""
+    """Return parameter groups with indices for parameters, as in `Optimizer.state_dict`."""
     numbers = count()
     return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]
 
@@ -292,7 +292,7 @@ def save(
 
 
 class _Writer:
-    """Writes the files of a checkpoint on rank 0, and removes them again after an error."""
+    """Writes the files of a checkpoint on rank 0; if that fails, removes them again."""
 
     def __init__(self, folder: Path, writes: bool, index: str) -> None:
         self._folder, self._writes, self._token = folder, writes, secrets.token_hex(4)
@@ -302,7 +302,7 @@ class _Writer:
         self.fault = ""
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run `action` on the writing rank, unless an earlier one failed."""
+        """Run `action` on the rank that writes, unless an earlier action has failed."""
         # errors go to `fault`, because the other ranks wait for this rank
         if not self._writes or self.fault:
             return
@@ -337,7 +337,7 @@ class _Writer:
         self._size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def close(self, rest: dict[str, Any]) -> None:
-        """Write the index, which completes the checkpoint, then remove the files of older ones."""
+        """Write the index, which makes the checkpoint valid, then remove older checkpoints."""
         # `rest` has the optimizer's groups, names and counters, and the user's `extra`
         own = {"schema": 1, "optimizer": self._maps["optimizer"], **rest}
         index = {
@@ -367,7 +367,7 @@ Value = TypeVar("Value")
 
 
 def _from_first(own: Value) -> Value:
-    """Return rank 0's value on every rank."""
+    """Send rank 0's value to all ranks and return it."""
     if is_alone():
         return own
     with own_collectives():
@@ -375,7 +375,10 @@ def _from_first(own: Value) -> Value:
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """Raise a RequestError on every rank if rank 0 has a fault."""
+    """If rank 0 has failed, raise RequestError with its message on every rank.
+
+    `fault` is rank 0's message, or "" if it hasn't failed.
+    """
     if found := _from_first(fault):
         raise RequestError(found, remedy)
 
@@ -435,7 +438,7 @@ def _load(
 def _read_optimizer(
     reader: _Reader, sharded: AnyModel, optimizer: Any, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the optimizer's state dict, with this rank's parts of the states."""
+    """Return an optimizer's state dict from a checkpoint, with this rank's parts of the states."""
     # `own` has evener's entries in the index
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
@@ -459,7 +462,7 @@ def _read_optimizer(
 def _read_states(
     reader: _Reader, flat: Flat, stored: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and this rank's part of each optimizer state of a Flat's parameters."""
+    """Yield name and value of each optimizer state of a flat tensor, only this rank's part."""
     # `stored` has the names of all states in the checkpoint, such as "head.weight/exp_avg"
     parameters = {slot.names[0] for slot in flat.slots}
     names = {name for name in stored if name.rpartition("/")[0] in parameters}
@@ -474,7 +477,7 @@ def _read_states(
 
 
 class _Reader:
-    """Reads a checkpoint on rank 0 and sends its tensors to the other ranks."""
+    """Reads a checkpoint on rank 0, and sends its tensors to the other ranks."""
 
     def __init__(self, folder: Path, reads: bool, index: str) -> None:
         self._folder, self._reads, self._index = folder, reads, index
@@ -482,7 +485,7 @@ class _Reader:
         self.fault = ""
 
     def open(self, sharded: AnyModel, model: Any, optimizer: Any) -> dict[str, Any]:
-        """Read the index, check it against the model, and return evener's entries in it.
+        """Read and check a checkpoint's index, and return what evener has written into it.
 
         Raises RequestError on every rank if the checkpoint doesn't fit the model or the optimizer.
         """
@@ -516,7 +519,7 @@ class _Reader:
         return own
 
     def _check_optimizer(self, own: dict[str, Any], sharded: AnyModel, optimizer: Any) -> None:
-        """Raise a RequestError if the optimizer differs from the saved one."""
+        """Raise RequestError if the optimizer has other parameters or groups than the saved one."""
         for name in own["optimizer"]:
             self._slice(name).get_shape()
         missing = set(_names(sharded, optimizer)) ^ set(own["names"])
@@ -536,7 +539,7 @@ class _Reader:
         return _safetensors().safe_open(self._folder / self._maps[name], "pt").get_slice(name)
 
     def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
-        """Return this rank's part of a Flat's parameters or optimizer states.
+        """Return this rank's part of a flat tensor of parameters or optimizer states.
 
         `kind` is "" for parameters, and "/exp_avg", for example, for a state. Elements that the
         checkpoint doesn't have are 0.
@@ -553,7 +556,7 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return the Flats with at least one parameter in the checkpoint."""
+        """Return the flat tensors of which the checkpoint has at least one parameter."""
         # a checkpoint of adapters has only some of the model's parameters
         listed = list(flats)
         names = [[name for slot in flat.slots for name in slot.names] for flat in listed]
@@ -561,7 +564,7 @@ class _Reader:
         return [flat for flat, has in zip(listed, have, strict=True) if has]
 
     def read_whole(self, names: Iterable[str], device: torch.device) -> Tensors:
-        """Return the named tensors, unsharded, on every rank."""
+        """Read the named tensors and return them whole, on every rank."""
         found = {name: self._read_tensor(name) for name in names if self._reads}
         listed = {name: each for name, each in found.items() if each is not None}
         kinds = {
@@ -592,7 +595,7 @@ class _Reader:
             buffer.copy_(values)
 
     def _read_tensor(self, name: str) -> Any:
-        """Return a tensor of the checkpoint, or None after an error."""
+        """Read a tensor of the checkpoint; return None if that fails, and remember the error."""
         # the error goes to `fault`, because other ranks wait for this rank
         try:
             with _safetensors().safe_open(self._folder / self._maps[name], "pt") as opened:

@@ -19,7 +19,7 @@ from .slot import Slot, byte_count
 
 
 class Flat:
-    """Parameters of a unit that are stored as one flat tensor, cut into a shard for each rank.
+    """Parameters of a unit as one flat tensor, of which each rank holds a part, its shard.
 
     Arguments:
 
@@ -88,18 +88,18 @@ class Flat:
     # ------------------------------------------------------------------ whole parameters
 
     def gather(self) -> list[Any]:
-        """Start to gather the whole parameters from all ranks, and return the work handles."""
+        """Start to gather the whole parameters from all ranks; return the work handles."""
         self.held.add("gathered", self.gathered.size)
         return self.gathered.gather()
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
-        """Start to gather `shard` from all ranks into `whole`, and return the work handles."""
+        """Start to gather all ranks' shards into `whole`; return the work handles."""
         parts = Parts(whole, self.cuts, self.rank, self._on_nccl)
         parts.own.copy_(shard)
         return parts.gather()
 
     def free(self) -> None:
-        """Free the memory of the whole parameters."""
+        """Free the memory of the gathered parameters; this rank's shard stays."""
         self.held.add("gathered", -self.gathered.size)
         self.gathered.free()
 
@@ -129,7 +129,7 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Move a parameter's gradient, multiplied by `weight`, to the gradient buffer."""
+        """Move a parameter's gradient, multiplied by `weight`, to the unit's gradient buffer."""
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # 0 times an infinite gradient would be NaN
@@ -159,7 +159,7 @@ class Flat:
         return buffer
 
     def count_gradients(self) -> None:
-        """Record the bytes of the unsharded gradients in the ledger."""
+        """Count the bytes of gradients that aren't reduced yet in the ledger."""
         gradients = [slot.whole.grad for slot in self.slots]
         size = sum([gradient.nbytes for gradient in gradients if gradient is not None])
         self.held.add("gathered", size - self._computed_bytes)
@@ -170,7 +170,10 @@ class Flat:
         self._computed_bytes = 0
 
     def keep(self) -> None:
-        """Remember the version of each gradient, to detect whether `zero_grad` is called."""
+        """Keep gradients for a later reduction, and remember their versions.
+
+        A changed version shows that `zero_grad` was called in between.
+        """
         # Pieces (this rank's parts of parameters) without a `.grad` get zeros. A zero_grad() before
         # the reduction is then detected by the change of `.grad`.
         taken = [slot for slot in self.slots if slot.fired]
@@ -236,7 +239,10 @@ class Flat:
             slot.view = None
 
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
-        """Return this rank's gradient, allocated if necessary."""
+        """Return the gradient of this rank's shard, with a view for each parameter.
+
+        It is allocated if it doesn't exist yet.
+        """
         # A new gradient is `made`, or zeros if `made` is None. Each slot gets a view of its part of
         # a new gradient.
         if self._grad_shard is None:
@@ -248,18 +254,18 @@ class Flat:
         return self._grad_shard
 
     def _accept_sums(self, summed: torch.Tensor, owns_memory: bool = False) -> None:
-        """Add a reduced gradient to this rank's gradient."""
+        """Add a sum of all ranks' gradients to the gradient of this rank's shard."""
         if self._has_gradients():
             self._add_to_earlier(summed)
         else:
             self._begin_gradients(summed, owns_memory)
 
     def _has_gradients(self) -> bool:
-        """Return whether this rank has a gradient from earlier backward passes."""
+        """Return whether this rank's shard has a gradient from earlier backward passes."""
         return any(slot.received or slot.piece.grad is not None for slot in self.slots)
 
     def _begin_gradients(self, summed: torch.Tensor, owns_memory: bool) -> None:
-        """Use a reduced gradient as this rank's first gradient.
+        """Use a reduced gradient as the first one of this rank's shard.
 
         It is used without a copy if it `owns_memory`.
         """
@@ -271,7 +277,7 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _add_to_earlier(self, summed: torch.Tensor) -> None:
-        """Add a reduced gradient to the gradients from earlier passes or other losses."""
+        """Add a reduced gradient to gradients from earlier passes or other losses."""
         shard = self._make_views()
         fresh = [slot for slot in self.slots if not slot.received]
         for slot in fresh:
@@ -299,7 +305,7 @@ class Flat:
             slot.piece.grad = slot.whole.grad = None
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set the `.grad` of each parameter's piece to the reduced gradient.
+        """Make the reduced gradient visible as `.grad` of each parameter's local piece.
 
         `used` tells for each parameter whether any rank has computed a gradient of it.
         """

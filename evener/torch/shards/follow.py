@@ -24,7 +24,10 @@ Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradient
 
 
 class PassRecord:
-    """Collectives and outputs of one forward and backward pass, for inputs of certain shapes."""
+    """Collectives and outputs of one forward and backward pass, for inputs of certain shapes.
+
+    A rank without rows repeats them instead of computing.
+    """
 
     def __init__(self, shapes: tuple[Any, ...]) -> None:
         self.shapes = shapes
@@ -44,7 +47,7 @@ class PassRecord:
 
 
 class Follower:
-    """Repeats the collectives of a pass on a rank without rows, instead of computing the model.
+    """Lets a rank without rows run only the collectives of each pass, instead of the model.
 
     The first passes are computed; once two in a row are alike, only their collectives are repeated.
     """
@@ -106,7 +109,7 @@ class Follower:
     # ------------------------------------------------------------------ a pass that is repeated
 
     def _repeat(self, record: PassRecord) -> Any:
-        """Repeat the collectives of a recorded forward pass and return its outputs."""
+        """Run the collectives of a recorded forward pass, and return its recorded outputs."""
         for unit, _ in record.forward:
             _gather(unit)
         for unit in self._units:
@@ -119,7 +122,7 @@ class Follower:
         )
 
     def repeat_backward(self, record: PassRecord) -> None:
-        """Repeat the collectives of a recorded backward pass, with gradients of zero."""
+        """Run the collectives of a recorded backward pass, with gradients of zero."""
         before: Unit | None = None
         for unit, gathers in record.backward:
             if gathers:

@@ -1,4 +1,4 @@
-"""Memory for the whole parameters of a unit, in the dtypes of computation."""
+"""Memory into which a unit's whole parameters are gathered, in the dtypes of computation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sort_slots(slots: Sequence[Slot]) -> list[Slot]:
 
 
 class Segment:
-    """Range of a flat tensor's elements that are gathered in one dtype.
+    """Range of a flat tensor's elements that are gathered in the same dtype.
 
     `byte` is the offset of its first element in the gathered memory.
     """
@@ -97,7 +97,7 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of a view of the gathered memory and the source to copy to it."""
+        """Return pairs of a view of the gathered memory and the tensor to copy into it."""
         # `shard` has the elements from `start` to `stop` of the flat tensor. A rank measured
         # without the others repeats its elements to fill each segment.
         pairs = []
@@ -112,7 +112,7 @@ class Gathered:
 
 
 def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
-    """Return one segment for each dtype, the last one including the padding."""
+    """Return one range of elements for each dtype; the last one includes the padding."""
     made: list[Segment] = []
     byte = 0
     for dtype, same in groupby(slots, lambda slot: slot.computes):
@@ -125,7 +125,7 @@ def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
 
 
 def _repeat(target: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return copy targets and sources that fill `target` with repetitions of `own`."""
+    """Return copy targets and sources by which repetitions of `own` fill `target`."""
     times, rest = divmod(target.numel(), own.numel())
     lines = target[: times * own.numel()].view(times, own.numel())
     return [(lines, own.expand(times, own.numel())), (target[times * own.numel() :], own[:rest])]

@@ -205,7 +205,7 @@ def check_buffers(model: Any) -> None:
 def _choose_parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
-    """Return the relative size of each rank's part.
+    """Return what fraction of the model each rank holds, as relative sizes.
 
     Raises RequestError unless each rank has a part above 0.
     """
@@ -225,7 +225,7 @@ def _choose_parts(
 
 
 def _free_bytes_by_rank(training: PlannedTraining, beside: int) -> tuple[float, ...]:
-    """Return the bytes on each rank's GPU that are available for its part."""
+    """Return how many bytes each rank's GPU has left for its part of the model."""
     # `beside` are the bytes that a rank needs for other things. A rank on a CPU counts as 1: ranks
     # on CPUs share their host's memory, so they get equal parts.
     own = 1.0
@@ -248,7 +248,7 @@ def _refuse(*_: Any) -> None:
 
 
 def include_all_ranks(sharded: Sharded, replaced: Iterable[Any]) -> None:
-    """Let gradient clipping and GradScaler count the shards of all ranks.
+    """Have gradient clipping and GradScaler count the gradients of all ranks' shards.
 
     `replaced` are the model's parameters from before sharding.
     """
@@ -292,7 +292,7 @@ _HOOKS = ProcessHooks(_register)
 def sum_norms(
     norm: Callable[..., Any], tensors: list[Any], kind: float, *options: Any, **named: Any
 ) -> Any:
-    """Return the total norm of gradients, some of them sharded.
+    """Return the total norm of gradients, of which some are sharded over ranks.
 
     `norm` is PyTorch's own function for it, and `kind` the order of the norm. Raises RequestError
     for order 0, and RuntimeError if `error_if_nonfinite` is set and the norm isn't finite.
@@ -324,7 +324,7 @@ def _list_shard_gradients() -> set[int]:
 
 
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
-    """Return the norm of sharded gradients over all ranks."""
+    """Return the norm over all ranks of gradients that are sharded."""
     # `own` are this rank's shards, and `kind` is the order of the norm
     parts = [each for each in own if each.numel()]
     total = _norm_over_ranks(norm(parts, kind) if parts else None, kind, own[0].device)
@@ -332,7 +332,7 @@ def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> t
 
 
 def _norm_over_ranks(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
-    """Combine the norms that each rank computed of its own shards."""
+    """Combine all ranks' norms of their own shards into one norm."""
     # `own` is None if this rank has no elements. Summed in float64, because powers of
     # half-precision values overflow.
     if kind in (float("inf"), float("-inf")):
@@ -354,10 +354,9 @@ def _reduce(tensor: torch.Tensor, operation: Any) -> None:
 
 
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
-    """Replace an optimizer's parameters by the pieces of the sharded model.
+    """Make an optimizer train a sharded model's pieces instead of its original parameters.
 
-    Raises RequestError if the optimizer already has state. `replaced` are the model's parameters
-    before sharding, in the order of the new ones.
+    Raises RequestError if the optimizer already has state.
     """
     if optimizer.state:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""How a flat tensor is cut into unequal parts for the ranks, and the collectives on these parts."""
+"""Cut a flat tensor into unequal parts for the ranks, and run collectives on the parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..sums.collectives import run_own
 
 
 class ShardRank(msgspec.Struct, frozen=True):
-    """This rank's place among the ranks that a model is sharded over.
+    """This rank among the ranks over which a model is sharded.
 
     - `rank`: index of this rank.
     - `parts`: relative size of each rank's part.
@@ -37,7 +37,7 @@ class ShardRank(msgspec.Struct, frozen=True):
 
     @property
     def exchanges_bytes(self) -> bool:
-        """Whether `all_to_all_single` works on the device."""
+        """Whether the device's backend supports `all_to_all_single`."""
         # gloo can't do so between GPUs
         return not self.single_rank and (self.on_nccl or self.device.type == "cpu")
 
@@ -60,7 +60,7 @@ def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
 
 
 class Parts:
-    """Flat tensor of unequal parts, one per rank, with the collectives on them.
+    """A flat tensor in unequal parts, one per rank, with collectives on the parts.
 
     Arguments:
 

@@ -1,4 +1,4 @@
-"""Reduce gradients that were computed in half precision, without sending them in float32.
+"""Sum half-precision gradients over ranks without sending them in float32.
 
 Each rank sends its gradients to the ranks that hold their shards, in the dtype in which they were
 computed. The receiving rank multiplies them by the sender's weight, and adds them up in the dtype
@@ -28,7 +28,7 @@ HEADER = 16  # bytes before each part, for the sender's weight
 
 
 class DtypeRange(NamedTuple):
-    """Range of a flat tensor's elements with one dtype, at a byte offset in a rank's part.
+    """Elements of one dtype in a flat tensor, and where a rank's part has them in bytes.
 
     `start` and `stop` are element indices, and `byte` is the offset.
     """
@@ -39,13 +39,13 @@ class DtypeRange(NamedTuple):
     byte: int
 
     def find_in(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the view of these elements in `part`, a tensor of bytes."""
+        """Return these elements as a view of `part`, a tensor of bytes."""
         size = (self.stop - self.start) * int(self.dtype.itemsize)
         return part[self.byte : self.byte + size].view(self.dtype)
 
 
 class GradientCopy(NamedTuple):
-    """Copy of a parameter's gradient, or of a slice of it, into the memory to send.
+    """A copy to make: a parameter's gradient, or a slice of it, into the memory to send.
 
     - `position`: index of the parameter.
     - `elements`: the slice, or None for the whole gradient.
@@ -115,7 +115,7 @@ class GradientSender:
     def _split_by_ranks(
         self, sizes: Sequence[int], others: Sequence[int]
     ) -> dict[int, torch.Tensor]:
-        """Return the part of the memory to send for each rank."""
+        """Return, for each rank, the part of the memory that is sent to it."""
         # `sizes` are the bytes of each part. The parts of `others` come first. This rank's own part
         # is last, and isn't sent.
         order = [*others, self._rank]
@@ -150,7 +150,7 @@ class GradientSender:
         copies: Sequence[GradientCopy],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copy the gradients of one dtype, with zeros where a parameter has none."""
+        """Copy all gradients of one dtype; a parameter whose gradient is None gets zeros."""
         targets, sources = [], []
         for position, elements, target in copies:
             gradient = gradients[position]
@@ -188,12 +188,12 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return the largest size of the received gradients, relative to a whole flat tensor."""
+    """Return how large received gradients can get on any rank, relative to a whole flat tensor."""
     return min(MOST_RECEIVED, ranks - 1.0)
 
 
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the rank with the largest part receives few enough bytes to save memory."""
+    """Return whether every rank receives few enough bytes of gradients to save memory."""
     # a rank receives the gradients of its range from each other rank
     largest = max(stop - start for start, stop in ranges)
     return (len(ranges) - 1) * largest <= MOST_RECEIVED * ranges[-1][1]
@@ -218,7 +218,7 @@ def _find_copies(
     pieces: Sequence[Sequence[DtypeRange]],
     parts: dict[int, torch.Tensor],
 ) -> list[GradientCopy]:
-    """Return the copies that bring a parameter's gradient to the parts of all ranks."""
+    """Return the copies that put a parameter's gradient into the parts of all ranks."""
     # `position` is the parameter's index in the list of slots; `pieces` has the dtype ranges of
     # each rank's part
     found = []

@@ -110,7 +110,7 @@ class Sharded:
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """Let this rank take part in collectives without computing, because it has no rows."""
+        """Let this rank only take part in collectives, because it has no rows to compute."""
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _send_as_computed(self) -> None:
@@ -136,7 +136,7 @@ class Sharded:
             self.whole.hook(lambda: own.accumulated_whole(), lambda: own.weight)
 
     def _place_statistics(self, place: ShardRank) -> None:
-        """Move the statistics of packed weights to the device, with rank 0's values."""
+        """Move the tensors that unpack 4-bit weights to the device, with rank 0's values."""
         # a layer unpacks its weights with them, such as the scales of blocks of values
         packed = [slot.whole for slot in self.slots if is_packed(slot.whole)]
         for each in packed:
@@ -165,7 +165,7 @@ class Sharded:
         self.weight = weight
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Prepare the backward pass from the model's outputs.
+        """Prepare for a backward pass that begins at the model's outputs.
 
         If `sync` is False, gradients are accumulated and reduced after a later pass.
         """
@@ -239,7 +239,7 @@ class Sharded:
         unit.hide()  # a loop may clear gradients before the backward pass, or make its optimizer
 
     def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
-        """Register hooks on a unit's outputs, and return whether any requires a gradient.
+        """Register gradient hooks on a unit's outputs; return whether any requires a gradient.
 
         Raises RequestError for outputs of a type in which tensors can't be found.
         """
@@ -338,13 +338,13 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Record that a gradient of the unit's parameters was computed."""
+        """Hook: a gradient of one of the unit's parameters was computed."""
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """Prepare for a backward pass if an unsharded parameter gets the first gradient in it."""
+        """Hook: a gradient of an unsharded parameter was computed."""
         if self._task is None:
             self.arm(self._batch)
 
@@ -412,7 +412,7 @@ class Sharded:
         return [slot.fired for slot in self.whole.slots]
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """Return for each parameter whether any rank has computed its gradient."""
+        """Return for each parameter whether any rank has computed its gradient in this pass."""
         # `fired` has this rank's own flags
         if self.place.single_rank:
             return fired
@@ -426,7 +426,7 @@ class Sharded:
         return [bool(each) for each in flags.tolist()]
 
     def _flag(self, fired: list[bool]) -> torch.Tensor:
-        """Return the flags as a new tensor on the device."""
+        """Return flags, one per parameter, as a new tensor on the device."""
         # A copy from the host would make the host wait. So unchanged flags are copied from the last
         # tensor.
         known = tuple(fired)
@@ -436,7 +436,7 @@ class Sharded:
         return self._known_flags[1].clone()
 
     def _spread_buffers(self) -> None:
-        """Broadcast the model's buffers from the first rank that has rows."""
+        """Copy the model's buffers from the first rank that has rows to all others."""
         # listed again each time, because the model may have replaced some of them
         buffers = {id(buffer): buffer for _, buffer in self._members.buffers()}
         if buffers and not self.place.single_rank:
@@ -444,7 +444,7 @@ class Sharded:
                 spread(list(buffers.values()), source=self.place.first)
 
     def reset(self) -> None:
-        """Discard gradients and gathered parameters after a pass was interrupted."""
+        """Drop gradients and gathered parameters after an error has interrupted a pass."""
         self.waits, self._computes, self._outside = False, False, []
         self._task = self._passing = self._sending = self._flags = None
         for unit in [self.root, *self.units]:
@@ -454,7 +454,7 @@ class Sharded:
             self.whole.forget()
 
     def note_state(self, optimizer: Any) -> None:
-        """Record the bytes of the optimizer's state in the ledger."""
+        """Count the bytes of the optimizer's state in the ledger."""
         whole = self.whole.parameters if self.whole is not None else []
         self.held.note_state(optimizer, set(map(id, whole)))
 
@@ -483,7 +483,7 @@ class LayerParameters(dict[str, Any]):
 
 
 class UnitHooks:
-    """Hooks of a unit's module and parameters."""
+    """Hooks that gather and free one unit of a sharded model."""
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
         self._sharded, self._unit = sharded, unit
@@ -542,7 +542,7 @@ class UnitHooks:
 
 
 class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Autograd identity function that detects the end of a unit's backward pass."""
+    """Autograd function that returns its inputs and detects when a unit's backward pass ends."""
 
     @staticmethod
     def forward(
@@ -559,7 +559,7 @@ class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't
 
 
 def _find_tensors(outputs: Any) -> Iterator[Any]:
-    """Yield the tensors in a module's outputs, and each object of an unknown type."""
+    """Yield the tensors in a module's outputs, and objects that can't be searched for tensors."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
         return

@@ -1,4 +1,7 @@
-"""Slots: the whole parameter, the piece and the gradient that belong to one sharded parameter."""
+"""Slots:
+
+a sharded parameter in its three forms, the whole tensor, this rank's piece and the gradient.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class Slot:
         ]
 
     def point_to(self, parameter: Any) -> None:
-        """Set `parameter` as the attribute of all modules that own the parameter."""
+        """Make `parameter` the attribute of all modules that own this parameter."""
         for module, name in self.owners:
             if isinstance(module, torch.nn.RNNBase):
                 setattr(module, name, parameter)  # an RNN keeps a list of its parameters

@@ -50,7 +50,7 @@ def _find_outermost(
     takes: Callable[[Any], bool],
     enters: Callable[[Any], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the names and modules that `takes` accepts, without searching inside them."""
+    """Yield names and modules that `takes` accepts, but none that lie inside these."""
     # `name` is the prefix of the names, such as "encoder."; other modules are searched if `enters`
     # says so
     for each, child in module.named_children():
@@ -61,7 +61,7 @@ def _find_outermost(
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
-    """Return the repeated blocks and large layers of a model, by name."""
+    """Choose which modules are gathered one at a time: repeated blocks and large layers."""
 
     def is_called(module: Any) -> bool:
         return not _lists(module) and _count(module) > 0
@@ -180,7 +180,7 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
 
 
 def is_lookup(module: Any) -> bool:
-    """Return whether a module is an Embedding whose backward pass doesn't read its weight."""
+    """Return whether a module is an Embedding; its backward pass doesn't need the weight."""
     return type(module) is torch.nn.Embedding and module.max_norm is None
 
 
@@ -261,13 +261,13 @@ class Unit:
             slot.point_to(slot.piece)
 
     def hide(self) -> None:
-        """Let the module refer to the sharded parameters while the gathered ones stay in memory."""
+        """Make the module refer to this rank's pieces, but keep the gathered parameters."""
         if self.gathered:
             self.hidden = True
             self._point_to_pieces()
 
     def free(self) -> None:
-        """Free the gathered parameters, and let the module refer to the sharded ones."""
+        """Free the gathered parameters, and make the module refer to this rank's pieces."""
         if self._work is not None:
             self.gather()
         if not self.gathered:
@@ -287,7 +287,7 @@ class Unit:
                 flat.free()
 
     def count_gradients(self) -> None:
-        """Record the bytes of the unsharded gradients in the ledger."""
+        """Count the bytes of gradients that aren't reduced yet in the ledger."""
         for flat in self.trained:
             flat.count_gradients()
 
@@ -324,7 +324,7 @@ class Unit:
 
 
 class Ledger:
-    """Counter of the bytes that a sharded model uses, by kind, with their peaks."""
+    """Counts the bytes that a sharded model uses, by kind, and their peaks."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
@@ -346,10 +346,7 @@ class Ledger:
             self.peak = total
 
     def note_state(self, optimizer: Any, whole: Collection[int] = ()) -> None:
-        """Record the bytes of an optimizer's state.
-
-        `whole` has the ids of unsharded parameters.
-        """
+        """Count the bytes of an optimizer's state; `whole` has the ids of unsharded parameters."""
         sizes = Counter(state=0, whole=0)
         for parameter, state in optimizer.state.items():
             kind = "whole" if id(parameter) in whole else "state"

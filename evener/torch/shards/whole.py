@@ -68,12 +68,12 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """Bytes of the gradients together with the buffer that reduces them."""
+        """Bytes of a unit's gradients, together with the buffer for reducing them."""
         return self.gradients + self.buffer
 
 
 def _add_largest(units: Iterable[UnitBytes]) -> int:
-    """Return the bytes of the two largest units' whole parameters."""
+    """Return the bytes of the two units with the most bytes of whole parameters."""
     # while one unit computes, the next one is already being gathered
     return sum(sorted((unit.gathered for unit in units), reverse=True)[:2])
 
@@ -97,7 +97,7 @@ def _measure(own: Sequence[Slot], dtype: Any, casts: Any, received: float | None
 
 
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
-    """Return the trained parameters, if they are small enough to be left unsharded, else []."""
+    """Choose the trained parameters to leave unsharded: all if they are a small part, else none."""
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
     everything = sum(byte_count(slot.tensor) for slot in slots)
@@ -149,7 +149,7 @@ class WholeParameters:
             )
 
     def begin(self) -> None:
-        """Set aside the gradients from before the batch."""
+        """Set gradients from before the batch aside."""
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
         for slot in self.slots:
@@ -175,7 +175,7 @@ class WholeParameters:
                 self._views[slot] = part.view(slot.shape)
 
     def keep(self) -> None:
-        """Keep the gradients of this pass for a later all-reduce."""
+        """Keep this pass's gradients, to all-reduce them after a later pass."""
         # Until then, `.grad` is a view of the buffer. If it changes, the loop has called
         # zero_grad() too early.
         self.waits = True
@@ -185,7 +185,7 @@ class WholeParameters:
                 slot.kept = slot.piece.grad._version
 
     def add_up(self) -> None:
-        """All-reduce the gradients of the batch."""
+        """All-reduce the gradients that the batch's passes have accumulated."""
         if not self._views:
             self._open()  # this rank used none of them
         if not self._place.single_rank:
@@ -194,7 +194,7 @@ class WholeParameters:
                     dist.all_reduce(flat)
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set `.grad` to the all-reduced gradients plus those from before the batch.
+        """Set `.grad` to the all-reduced gradients plus those that `begin` set aside.
 
         `used` tells for each parameter whether any rank has computed a gradient of it.
         """

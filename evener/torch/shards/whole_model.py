@@ -1,4 +1,4 @@
-"""Unsharded models with the interface of sharded models, for checkpoints."""
+"""Let checkpoints treat an unsharded model like a sharded one."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ class WholeModel:
         self.place = ShardRank(rank, (1.0,), device, single_rank=True)
 
     def note_state(self, optimizer: Any) -> None:
-        """Do nothing: an unsharded model has no ledger of memory."""
+        """Do nothing, because an unsharded model doesn't count its memory."""

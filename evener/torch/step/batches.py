@@ -156,7 +156,7 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that `data` matches, or None if any choice gives the same weights.
+        """Return the batch that `data` comes from, or None if all possible ones weigh the same.
 
         Raises RequestError if batches with different weights are possible.
         """

@@ -430,7 +430,7 @@ class BatchWeights(BatchTracker):
         return scaled
 
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Return weighted initial gradients for `torch.autograd.backward` of some losses."""
+        """Return the initial gradients of a backward pass, multiplied by this rank's weight."""
         weight = self.shares.world * self.weight
         made = []
         for loss, given in zip(losses, gradients, strict=True):

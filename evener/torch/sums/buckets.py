@@ -96,7 +96,7 @@ class Bucket:
             self._forget(place)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Copy the gradients of all parameters, multiplied by `weight`, and the flags."""
+        """Fill the bucket with weighted gradients and flags, when all gradients are new."""
         # With as few calls of PyTorch as possible. No gradient may be a view of the bucket yet.
         # `flags` also has the values that ranks compare.
         if self._fuses and weight not in (0.0, 1.0):
