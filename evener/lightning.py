@@ -367,7 +367,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _compute_next_pass(self) -> Any:
-        """Compute the next pass that succeeds, and return what training_step returned."""
+        """Compute the next pass that succeeds, and return what training_step returned.
+
+        None after the last pass.
+        """
         for part in self._turns:
             self._part, self._put_back = part, self._metrics.keep()
             with part:

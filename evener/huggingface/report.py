@@ -15,7 +15,9 @@ def report(trainer: Trainer) -> None:
     """Report a trainer's speed to evener's monitor and to its trackers.
 
     Call it once, before `train`. The trackers, as listed in `report_to`, get samples/s and step
-    times; they aren't printed to the console.
+    times; they aren't printed to the console. Without a plan, they are samples/s, the step time and
+    the wait for data; with a plan or `evener run`, compute and waiting time, shares and samples/s.
+    The monitor then gets the steps even without this call.
     """
     callbacks = trainer.callback_handler.callbacks
     console = next(

@@ -26,7 +26,8 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     In a group of processes, the first one reports for all.
 
     - `split`: the Split that built the model.
-    - `rows`: rows of a step, for a model without a split.
+    - `rows`: rows of a step, for a model without a split. With a split whose data set doesn't
+      tell its rows, the global batch counts; nothing is reported if that is unknown too.
     - `log`: add the metrics to the logs at the end of each epoch. Callbacks that read them,
       such as TensorBoard's, must come later in the list.
 

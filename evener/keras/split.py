@@ -143,7 +143,10 @@ class Split:
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the context manager in which to create the model and its optimizer."""
+        """Return the context manager in which to create the model and its optimizer.
+
+        It is the first device; with a process for each device, it does nothing.
+        """
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
@@ -158,9 +161,10 @@ class Split:
             return self.model(make_model())
 
     def model(self, model: Any) -> Any:
-        """Make `fit` and `evaluate` of this compiled model use the split; return the model.
+        """Make a compiled model train, evaluate and predict with the split, and return it.
 
-        Raises PlanError, or warns, if the plan was made for another model.
+        Raises PlanError, or warns, if the plan was made for another model. Saving and loading the
+        model work as before.
         """
         check_model(model)
         self._check_against_plan(model)
@@ -190,7 +194,9 @@ class Split:
         - `lengths`: token count of each padded row. Each device then gets rows of similar
           length, cut to its longest one.
 
-        Raises RequestError without a batch size, or if the arguments can't be combined.
+        Each epoch has every row once, and its last batch may be shorter. A `tf.data.Dataset` may
+        have single rows or batches of any size, and keeps its order. Raises RequestError without a
+        batch size, or if the arguments can't be combined.
         """
         size = batch_size or self.global_batch
         if size is None:

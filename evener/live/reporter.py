@@ -214,8 +214,8 @@ class Reporter:
         - `timed`: False keeps the step out of all rates.
         - `tokens`: tokens of the step, without and with padding.
 
-        Raises RequestError for a negative number of samples, or `batches` that don't match
-        `devices`.
+        Raises RequestError unless `samples` is a whole number of at least 0, or if `batches` don't
+        match `devices`.
         """
         # a step that compiles, for example, isn't timed
         if samples.__class__ is not int or samples < 0:
@@ -288,7 +288,10 @@ class Reporter:
                 self._journal.close()
 
     def discard(self) -> None:
-        """Close without a last record, and delete the launcher's copy."""
+        """Close without a last record, and delete the launcher's copy.
+
+        This is for a training run that another reporter reports, too; its journal stays.
+        """
         with self._lock:
             self._last_call = None
             self.close()
@@ -514,9 +517,10 @@ def report(
     - `samples`: samples of the step.
     - `devices`: the devices that computed it, as ids, indexes or shares of a plan.
     - `workload`, `framework`: names to show in the monitor.
-    - `batches`: samples of each device; by default as in the plan.
+    - `batches`: samples of each device; by default as in the plan, or equal parts.
 
-    Raises RequestError for a negative number of samples, or `batches` that don't match `devices`.
+    Call it after each step. Raises RequestError unless `samples` is a whole number of at least 0,
+    or if `batches` don't match `devices`.
     """
     global _own
     if _own is None:

@@ -1,4 +1,9 @@
-"""Read and write plans, as TOML or JSON."""
+"""Read and write plans, as TOML or JSON.
+
+Reading is strict: an unknown key, a ratio that doesn't match its batch, or a newer schema raises an
+error that names the key. Writing is atomic, and a plan that is read and written again has the same
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +144,10 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fastest layout found by a search, with its measured speed."""
+    """The fastest layout found by a search, with its measured speed.
+
+    A plan written by hand has only a layout.
+    """
 
     created: str = ""  # UTC, RFC 3339
     workload: str = ""
@@ -168,8 +176,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
         """Return the rows of each device for a global batch, by default the plan's.
 
-        For rows of unequal length, the plan's fractions of the cost are used as fractions of the
-        rows. Raises RequestError if `global_batch` isn't a whole number of at least 0.
+        They add up to the batch. For rows of unequal length, the plan's fractions of the cost are
+        used as fractions of the rows. Raises RequestError if `global_batch` isn't a whole number of
+        at least 0.
         """
         # a batch's cost depends on its rows' lengths
         batch = self.layout.global_batch if global_batch is None else global_batch
@@ -178,7 +187,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return apportion(batch, self.ratios)
 
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the rows per pass of each device for a global batch, by default the plan's."""
+        """Return the rows per pass of each device for a global batch, by default the plan's.
+
+        A device with one pass in the plan gets one pass for any share.
+        """
         return tuple(
             batch if share.micro in (0, share.batch) else min(batch, share.micro)
             for share, batch in zip(self.layout.share, self.shares(global_batch), strict=True)
@@ -191,7 +203,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ) -> None:
         """Write the plan to a file, as JSON if its name ends with ".json" and otherwise as TOML.
 
-        `format` overrides the choice. Raises RequestError if the file can't be written.
+        `format` overrides the choice. Writing is atomic. Raises RequestError if the file can't be
+        written.
         """
         target = Path(path)
         chosen = format or ("json" if target.suffix == ".json" else "toml")
@@ -201,7 +214,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a TOML or JSON file.
 
-    Raises PlanError if the file can't be read or the plan is invalid.
+    `evener launch` then knows that the script uses the plan. Raises PlanError, with the key of an
+    invalid value, if the file can't be read or the plan is invalid.
     """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     note_use()

@@ -248,7 +248,10 @@ class PlannedTraining:
         self.change_shares(even, even, 0)
 
     def leave_even(self, ahead: int) -> None:
-        """Switch from equal shares to the plan's shares after `ahead` more batches."""
+        """Switch from equal shares to the plan's shares after `ahead` more batches.
+
+        Nothing happens without `begin_even`.
+        """
         if self._later is not None:
             shares, micros = self._later
             self._later = None
@@ -259,8 +262,11 @@ class PlannedTraining:
     def wrap(self, model: Any, **options: Any) -> Any:
         """Return the model on its device, wrapped so that gradients are weighted and summed.
 
-        A model that FSDP2 shards is returned unwrapped. `options` are arguments of
-        DistributedDataParallel. Raises RequestError if the model's gradients can't be weighted.
+        With one rank, the model is only moved to its device. One that FSDP2 shards (with
+        `weigh="loss"`), or that is already wrapped, is returned as it is. Of
+        DistributedDataParallel's `options`, only `bucket_cap_mb`, `broadcast_buffers` and
+        `process_group` have an effect. Raises RequestError if the model's gradients can't be
+        weighted.
         """
         self.check_whole()
         weigh = self.weights.weigh
@@ -341,10 +347,10 @@ class PlannedTraining:
                 listener(self.timer.sizes)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report a step to the monitor.
+        """Report a finished step to the monitor; a Split's loader does so itself.
 
         `rows` are this rank's rows, by default of the current batch. `tokens` are its tokens
-        without and with padding.
+        without and with padding; zeros mean unknown.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
@@ -360,8 +366,10 @@ class PlannedTraining:
           None means its row count.
         - `check`: whether to audit the loss, by computing a few rows again in parts.
 
-        A pass that runs out of memory is computed again in smaller passes. Every rank has to call
-        this for each batch.
+        For example: `split.step(batch, lambda part: criterion(model(part.batch[0]),
+        part.batch[1]))`. Gradients are all-reduced once, and the result can be passed to
+        `Split.mean`. A pass that runs out of memory is computed again in smaller passes. Every rank
+        has to call this for each batch.
         """
         total = train_batch(self, batch, compute, count)
         if check:
@@ -371,7 +379,11 @@ class PlannedTraining:
     def parts(
         self, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
     ) -> Iterator[Part]:
-        """Yield the parts of a batch; gradients are all-reduced in the last one.
+        """Yield the parts of this rank's batch, one for each pass of the plan.
+
+        Compute the loss of each `part.batch`, and call `part.backward(loss)`; gradients are
+        all-reduced in the last part. With the loop's body in `with part:`, a part that runs out of
+        memory is yielded again in smaller parts.
 
         Arguments:
 

@@ -82,7 +82,8 @@ class Split(PlannedTraining):
     - `strict`: whether to raise an error, instead of a warning, if the plan was made for
       another model or on other devices, or if a late audit fails.
     - `backend`: backend of the process group; None chooses NCCL or gloo by device.
-    - `rebalance`: whether shares follow the measured speed of the ranks.
+    - `rebalance`: whether shares follow the measured speed of the ranks; the global batch
+      stays.
     - `noise`: whether to measure the gradient noise scale.
     - `journal`: whether to record the training run for `evener runs`.
 
@@ -158,7 +159,10 @@ class Split(PlannedTraining):
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """Gradient noise scale measured so far, in rows, or None without `noise=True`."""
+        """Gradient noise scale measured so far, in rows, with its confidence interval.
+
+        None without `noise=True`, and until enough steps have been measured.
+        """
         return None if self.noise is None else self.noise.scale()
 
     @property
@@ -203,15 +207,19 @@ class Split(PlannedTraining):
         - `shuffle`: whether to permute the rows in each epoch.
         - `seed`: seed of the permutations, the same on all ranks.
         - `drop_last`: whether to leave out a last batch that isn't full.
-        - `training`: False for validation: each row comes exactly once.
+        - `training`: False for validation, whose steps aren't reported; a last batch with
+          fewer rows than ranks is joined to the one before.
         - `prefetch`: number of batches to fetch and copy to the GPU ahead; None for 2 on a
           GPU and 0 on a CPU.
         - `order`: a sampler, a list of row indices or a function of the epoch that returns
           one, in place of permutations.
-        - `lengths`: number of tokens of each row, to assign rows to passes by length.
+        - `lengths`: number of tokens of each row, to assign rows to passes by length; the
+          loop then has to use `parts`.
         - `options`: further keyword arguments of DataLoader.
 
-        Raises RequestError for data sets without a length and for options that the plan decides.
+        Each row is computed once per epoch, on one rank. With several passes, batches stay in host
+        memory, and `parts` sends each part. Raises RequestError for data sets without a length and
+        for options that the plan decides.
         """
         check_options(options)
         rows = count_rows(dataset)
@@ -256,7 +264,8 @@ class Split(PlannedTraining):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the positions of the loaders, and the shares if the plan is the same.
 
-        The checkpoint may come from another number of ranks.
+        Create the loaders in the same order as when the state was saved. The checkpoint may come
+        from another number of ranks.
         """
         if self.rebalancing is not None and "planned" in state:
             self.rebalancing.load_state_dict(state)
@@ -288,14 +297,16 @@ class Split(PlannedTraining):
 
         Arguments:
 
-        - `shard`: "all" gathers parameters one unit at a time, "state" the whole model at
-          once.
+        - `shard`: "all" gathers parameters one unit at a time. With "state", parameters and
+          gradients are whole while a batch is computed: they are gathered and reduced once
+          per batch, even with several passes.
         - `units`: the modules to gather at a time, or their classes; None chooses them.
         - `state`: relative size of each rank's part; None takes it from the plan or from
           GPU memory.
         - `dtype`: dtype of computation; None leaves each parameter its own.
 
-        Raises RequestError if the model can't be sharded.
+        Use it instead of `wrap`, and create the optimizer afterwards. Raises RequestError if the
+        model can't be sharded.
         """
         made = import_module("evener.torch.shards.make")  # which builds on this package
         return cast(Model, made.shard(self, model, shard, units, state, dtype))
@@ -303,7 +314,8 @@ class Split(PlannedTraining):
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
         """Return the unsharded state dict of a sharded model, on the CPU.
 
-        Every rank has to call this. Ranks other than 0 get an empty dict.
+        Every rank has to call this. Ranks other than 0 get an empty dict. It needs device memory
+        for one unit at a time.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
@@ -319,8 +331,10 @@ class Split(PlannedTraining):
     ) -> None:
         """Write a checkpoint of a model, its optimizer and `extra` to a folder.
 
-        Every rank has to call this. `extra` is any value that JSON can store. The previous
-        checkpoint stays complete until the new one is. Raises RequestError if writing fails.
+        Every rank has to call this. Without `optimizer`, only the model is written. The files are
+        safetensors, which `from_pretrained` of transformers can read. `extra` is any value that
+        JSON can store. The previous checkpoint stays complete until the new one is. Raises
+        RequestError on every rank if writing fails.
         """
         _checkpoints().save(folder, model, optimizer, extra)
 
@@ -374,9 +388,11 @@ class Split(PlannedTraining):
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks in the current batch, in the order of ranks.
 
-        Tensors of shape (n_i, ...) become one of shape (N, ...). Gradients flow back through it, as
-        for contrastive losses. Every rank has to call this. Raises RequestError inside `parts`, and
-        if this rank's batch has another number of rows.
+        Tensors of shape (n_i, ...) become one of shape (N, ...). Filler rows are left out.
+        Gradients flow back to the rank that computed a row, so a loss over the whole batch, such as
+        a contrastive one, is exact if every rank computes it and calls `backward`. Every rank has
+        to call this. Raises RequestError inside `parts`, and if this rank's batch has another
+        number of rows.
         """
         self.weights.refuse_in_parts("gather")
         if self.world == 1:
@@ -384,7 +400,11 @@ class Split(PlannedTraining):
         return gather_rows(rows, self.weights.sizes, self.rank, self.weights.by_loss, self.timer)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        """Context manager in which the model's gradients are accumulated without an all-reduce."""
+        """Context manager in which the model's gradients are accumulated without an all-reduce.
+
+        Use it for all but the last step of gradient accumulation. Nothing happens for a model
+        without `no_sync`, as with a single rank.
+        """
         return cast(
             AbstractContextManager[None],
             model.no_sync() if hasattr(model, "no_sync") else nullcontext(),
@@ -413,7 +433,10 @@ class Split(PlannedTraining):
         return total if total.ndim else float(total)
 
     def close(self) -> None:
-        """Stop reporting and auditing, and leave the process group."""
+        """Stop reporting and auditing, and leave the process group.
+
+        Without this call, both happen when the process exits.
+        """
         super().close()
         if self._stop_signal is not None:
             self._stop_signal.close()

@@ -24,7 +24,7 @@ class Part:
     Arguments:
 
     - `batch`: the rows, in the structure of the batch.
-    - `rows`: how many they are.
+    - `rows`: how many they are; 0 if the only row is a filler, which doesn't count.
     - `weight`: weight of the part's mean loss in this rank's mean loss.
     - `scale`: applied to each loss before its backward pass.
     """
@@ -60,7 +60,9 @@ class Part:
     def backward(self, loss: Any) -> Any:
         """Run the backward pass of this part's mean loss, and return the weighted loss.
 
-        The result is detached; its sum over the parts is the rank's mean loss.
+        It may be called several times, each time with another loss. With a GradScaler, give it
+        `scaler.scale(loss)`. The result is detached; its sum over the parts is the rank's mean
+        loss.
         """
         self.computed = True
         if self.passes is not None:
@@ -114,7 +116,7 @@ def make_parts(
     - `scale`: applied to each loss before its backward pass.
     - `passes`: number of parts if it is fixed, else 0.
 
-    Raises RequestError if the batch can't be cut.
+    Raises RequestError if the batch can't be cut. An AssignedBatch is divided already.
     """
     if isinstance(batch, AssignedBatch):
         pieces, sizes = list(batch.passes), tuple(batch.rows)
