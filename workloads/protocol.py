@@ -58,14 +58,17 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """Seconds that a rank's steps spent on input and on the optimizer; None if unknown."""
+    """Seconds that a rank's steps waited for input and ran the optimizer; None if unknown."""
 
     input_seconds: float | None = None  # waiting for the rows of a batch
     update_seconds: float | None = None  # the optimizer's own step
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """Speed of all-reduce between the ranks; `wrong` describes incorrect results, if any."""
+    """Measured speed of an all-reduce between the ranks.
+
+    `wrong` describes an incorrect result, "" if all were correct.
+    """
 
     latency_seconds: float
     bytes_per_second: float
@@ -91,8 +94,9 @@ class Workload(ABC):
     ) -> None:
         """Prepare steps in which rows are assigned to ranks and passes by their lengths.
 
-        `costs` are the time costs of each rank, and `tokens` its maximum of padded tokens per pass
-        (0: no maximum).
+        - `costs`: for each rank, how its time depends on the number and length of rows.
+        - `tokens`: for each rank, the maximum of tokens in a pass, with padding; 0 for no
+          maximum.
         """
         raise NotImplementedError
 
@@ -128,9 +132,10 @@ class Workload(ABC):
         return PhaseSeconds()
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse one batch in all further steps, or draw new batches again.
+        """Train on the same batch in all further steps (`kept`), or on new batches again.
 
-        Comparing both shows the cost of input. Returns False if the workload can't do it.
+        The difference in step time is the cost of loading data. Returns False if the workload can't
+        do it.
         """
         return False
 
@@ -241,7 +246,7 @@ class MemoryMeter:
 
 
 def _return_unused() -> None:
-    """Return free memory of the C library's heap to the kernel."""
+    """Return heap memory that the C library no longer uses to the kernel."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

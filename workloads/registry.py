@@ -38,7 +38,7 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
 def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
-    """Return the entry of a built-in model, whose framework is part of its name."""
+    """Make the registry entry of a built-in model, whose framework follows from its name."""
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
     return Entry(
         name, framework, f"{BACKENDS[framework]}.models:build", summary, source, settings, **limits
@@ -211,7 +211,7 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_imports(name: str, framework: str) -> tuple[str, ...]:
-    """Return modules to import before the workload is built, to save time in its processes.
+    """Return modules that this workload's processes can import early, before it is built.
 
     Empty if the workload can't be found or read.
     """

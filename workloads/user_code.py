@@ -59,7 +59,7 @@ class UserCodeError(EvenerError):
 
 
 class UserModule(NamedTuple):
-    """Result of the user's function, and the data functions defined beside it."""
+    """What the user's function returned, and the data functions defined in the same module."""
 
     result: Any
     sample_batch: Callable[..., Any] | None
@@ -134,7 +134,7 @@ def list_imports(node: ast.AST) -> list[str]:
 
 
 def package_of(name: str) -> str:
-    """Return the top-level package of a module or an entry of `list_imports`."""
+    """Return the top-level package of an import such as "torch.nn:Module"."""
     return name.partition(":")[0].partition(".")[0]
 
 
@@ -165,7 +165,7 @@ def _may_set_variables(tree: ast.AST) -> bool:
 
 
 def _list_reads(node: ast.AST) -> list[ast.expr]:
-    """Return the parts of an expression whose value it only reads."""
+    """Return the parts of an expression that it reads without changing them."""
     if isinstance(node, ast.Subscript):
         return [node.value] if isinstance(node.ctx, ast.Load) else []
     if isinstance(node, ast.Attribute):
@@ -376,7 +376,10 @@ def _list_models(path: Path) -> list[str]:
 
 
 def _callable_as_they_are(functions: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
-    """Return the functions that need no arguments, or only a model from `load_model`."""
+    """Return the functions that can be called without arguments from the user.
+
+    A parameter `model` is allowed if the file has `load_model`.
+    """
     found = [*functions]
     given = {MODEL} if any(node.name == LOADS_MODEL for node in found) else set()
     return [node for node in found if _required(node) <= given]

@@ -77,14 +77,14 @@ class LastStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PendingShares(msgspec.Struct, frozen=True):
-    """Number of windows observed, and needed, before the shares may change."""
+    """Number of measuring windows observed, and number needed before shares may change."""
 
     windows: Count  # number of windows observed with the current shares
     needed: Count  # minimum number of windows for a change
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """Optional fields of a record: rank, plan, step times, memory and noise scale."""
+    """Optional fields of a record: rank, plan, step times, memory and gradient noise scale."""
 
     training: Text = ""  # the same in all processes of one training
     # rank of this process; -1: a single process, or unknown
@@ -151,13 +151,13 @@ class LiveRecord(Details, frozen=True):
 
 
 class Training(LiveRecord, frozen=True, kw_only=True):
-    """A record of a process that is still running, with its process id."""
+    """The record of a training process that is still running, with its process id."""
 
     pid: int
 
 
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
-    """Read the records of all running training processes of this user.
+    """Read the records of all training processes of this user that are still running.
 
     `folders` defaults to `live_folders()`. Files of processes that have ended are deleted, and
     invalid ones are ignored. The order is by process id and time.
@@ -264,7 +264,7 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 
 
 def _read_small(name: str, folder: int) -> bytes:
-    """Read a regular file of this user, or return b"" for a file that others can access."""
+    """Read a small file of this user; b"" if it isn't a regular file, or if others may write it."""
     # Up to one byte over the size limit is read. Pipes and other special files are empty, too.
     # `name` is in the folder with the descriptor `folder`. The file is opened so that a pipe
     # doesn't block the reader.

@@ -199,7 +199,10 @@ class TrainingJournal:
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
 
     def note(self, record: LiveRecord) -> None:
-        """Add a record: write the start, new share changes and, every 30 seconds, the speed."""
+        """Write what is new in a record:
+
+        the start, share changes and, every 30 seconds, the speed.
+        """
         if not self._began:
             self._begin(record)
         self._last = record
@@ -216,10 +219,11 @@ class TrainingJournal:
         sums: Callable[[], StepSums],
         quick: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Count the steps up to number `step`, which ended at `at_s` monotonic seconds.
+        """Count the training steps up to number `step`, which ended at `at_s` monotonic seconds.
 
-        When a window of steps ends, `sums` returns the first rank's step totals, and `quick` a low
-        percentile of the step times in seconds since its last call.
+        If a window of steps ends here, its entry is stored for the next write. `sums` then returns
+        the first rank's step totals, and `quick` a low percentile of the step times in seconds
+        since its last call.
         """
         # entries stay in memory until the next report, because writing may be slow
         self._core.sample(at_s)
@@ -255,7 +259,10 @@ class TrainingJournal:
 
     @property
     def due_at(self) -> float:
-        """Time at which `count` is needed next, for a window or a sample, in monotonic seconds."""
+        """When to call `count` next, in monotonic seconds.
+
+        A window of steps then ends, or a sample of the CPU's speed is due.
+        """
         return min(self.window_ends_at, self._core.due_at)
 
     def note_change(self, change: ShareChange) -> None:
@@ -270,7 +277,7 @@ class TrainingJournal:
         self._noted.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
 
     def _write_noted(self) -> None:
-        """Write the stored entries, once the journal has begun."""
+        """Write entries that were stored for later, once the journal has begun."""
         if not self._began:
             return
         for entry in self._noted:

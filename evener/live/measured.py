@@ -8,7 +8,10 @@ from .files import LiveDevice, LiveRecord
 
 
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
-    """Return the totals of a device's recent steps, or one step of medians if they are unknown."""
+    """Return the totals of a device's times over recent steps.
+
+    If they weren't reported, the result is a single step made of the reported median times.
+    """
     # Without medians either, the sums are empty. The record's sums are the whole process's, not
     # those of one of several devices.
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
@@ -30,10 +33,11 @@ def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
 def measure_rank(
     record: LiveRecord, live: LiveDevice, name: str, sums: StepSums, micro: int, starved: float
 ) -> MeasuredRank:
-    """Return the metrics of a device for finding bottlenecks.
+    """Return the measurements of a device from which `judge_training` finds bottlenecks.
 
-    `sums` are its step totals, `micro` its rows per pass, and `starved` the fraction of time in
-    which its threads waited for a core.
+    - `sums`: its step totals.
+    - `micro`: its rows per pass.
+    - `starved`: the fraction of time in which its threads waited for a CPU core.
     """
     return MeasuredRank(
         name=name,

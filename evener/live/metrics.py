@@ -112,7 +112,10 @@ def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
-    """Return each device with its number."""
+    """Return a record's devices, each with the number that appears in its metrics' names.
+
+    For a process with a single device, that is its rank.
+    """
     devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
     # a single device gets the rank's number
     first = max(0, record.rank) if len(devices) == 1 else 0

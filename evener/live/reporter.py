@@ -57,7 +57,10 @@ class DeviceTimes(NamedTuple):
 
 
 def sum_up(own: Sequence[float], waiting: Sequence[float]) -> DeviceTimes:
-    """Return a device's typical times from the times of its last steps, in seconds."""
+    """Return a device's typical compute and waiting times from lists of its last steps' times.
+
+    All values are in seconds.
+    """
     return DeviceTimes(middle(own), middle(waiting), max(0.0, _lowest_tenth(waiting)), spread(own))
 
 
@@ -67,7 +70,7 @@ def middle(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the interquartile range over the median, 0 if unknown."""
+    """Return the interquartile range of values divided by their median, 0 if unknown."""
     low, half, high = quantiles(values) if len(values) > 1 else (0.0, 0.0, 0.0)
     return (high - low) / half if half > 0 else 0.0
 
@@ -99,7 +102,7 @@ NO_RATES = (0.0, 0.0, 0.0)
 
 
 class _Counts(NamedTuple):
-    """Counts of samples and tokens up to a time."""
+    """How many samples and tokens had been trained at some time."""
 
     at: float  # monotonic seconds
     samples: int
@@ -117,7 +120,7 @@ class _Cores:
         self._whole_s = self._starved_s = 0.0
 
     def read_last(self) -> None:
-        """Take a last reading at the end of the run."""
+        """Take a last reading at the end of the run; a short run has no other."""
         # in a short run, it is the only one
         self._update(LAST_CORE_SECONDS)
 
@@ -254,7 +257,7 @@ class Reporter:
         return True
 
     def _note_step(self, now: float) -> None:
-        """Write the record or the journal if it is time."""
+        """After a step, write the live record and add to the journal if they are due."""
         # `now` is in seconds of the monotonic clock
         self._reported_at = now
         if self._step == FIRST_STEPS:
@@ -270,9 +273,9 @@ class Reporter:
             self._next_check = min(self._next_write, due_at)
 
     def close(self) -> None:
-        """Delete the file, and write the end of the journal.
+        """Delete the live record's file, and finish the journal.
 
-        A later report starts again.
+        If a step is reported later, both start again.
         """
         with self._lock:
             if self._file is not None:
@@ -301,7 +304,7 @@ class Reporter:
                     self._kept_file(kept).unlink(missing_ok=True)
 
     def _note_end(self) -> None:
-        """Write the last steps to the journal and the launcher's copy."""
+        """Write the last steps to the journal, and to the copy of the record for the launcher."""
         # they aren't in a file yet
         kept = launched_records()
         if self._last_call is None or self._ticks is None:
@@ -319,7 +322,10 @@ class Reporter:
                 self._keep(record, kept)
 
     def _leave_out(self, seconds: float, *counts: int) -> None:
-        """Exclude a step's seconds and counts from the rates."""
+        """Exclude one step from the reported speeds.
+
+        `seconds` is its duration, and `counts` are its samples and tokens.
+        """
         # the step's time and samples are added to the earlier counts
 
         def move(then: _Counts) -> _Counts:
@@ -368,7 +374,7 @@ class Reporter:
         batches: Sequence[int] | None,
         rates: tuple[float, float, float] | None,
     ) -> None:
-        """Write the record to its file, the journal and the launcher's copy."""
+        """Write the record to its live file, to the journal, and to a copy for the launcher."""
         # This also schedules the next write, and starts the thread that notices steps that hang.
         # Rates are None while they aren't known.
         if rates is None and self._journal is None:
@@ -436,17 +442,17 @@ class Reporter:
         )
 
     def _keep(self, record: LiveRecord, folder: Path) -> None:
-        """Write a copy of the record for the launcher."""
+        """Write a copy of the record that the launcher can read after this process has exited."""
         # the launcher reads the copy after this process has exited
         with contextlib.suppress(OSError):
             replace_file(self._kept_file(folder), msgspec.json.encode(record))
 
     def _kept_file(self, folder: Path) -> Path:
-        """Return the path of the launcher's copy."""
+        """Return the path of the record's copy for the launcher."""
         return folder / f"{self._pid}.{self._serial}.json"
 
     def _write(self, record: LiveRecord) -> None:
-        """Write the record to the first folder that works, and keep using that one."""
+        """Write the live record to the first writable folder, and keep using that folder."""
         # `_file` stays None if no folder is writable
         self._record = record
         content = msgspec.json.encode(record)

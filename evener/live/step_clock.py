@@ -1,4 +1,7 @@
-"""Report steps with times measured between two calls, for loops that evener doesn't divide."""
+"""Report steps of training loops whose batches evener doesn't divide among devices.
+
+A step is timed from one call to another.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ KEPT_STEPS = 50  # number of steps stored for medians
 
 
 class ClockedReports:
-    """Reports steps with their time, and the time between two steps as waiting for input."""
+    """Times a training loop's steps between `begin` and `end`, and reports them.
+
+    The time from one step's end to the next one's beginning is reported as waiting for input.
+    """
 
     # In that time, the process waits for the loader or runs callbacks. Times are measured on the
     # host, which runs ahead of its GPU at first. Once the host has to wait for the GPU in each
@@ -46,7 +52,7 @@ class ClockedReports:
         )
 
     def interrupt(self) -> None:
-        """Leave out the time until the next step, for example a validation's."""
+        """Don't count the time from now to the next step, for example during validation."""
         self._ended = 0.0
 
     def close(self) -> None:
@@ -66,7 +72,7 @@ class ClockedReports:
 
 
 def find_group(world: int) -> str:
-    """Return a name that all processes of the training run share, "" for a single process."""
+    """Return a name shared by all processes of this training run, "" for a single process."""
     # the name consists of the environment variables of the processes' rendezvous
     place = (
         os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

@@ -86,7 +86,10 @@ class Sketch(msgspec.Struct):
     loss: float = math.nan
 
     def add(self, name: str, kind: str, sums: Sequence[float]) -> None:
-        """Add the sums of a further pass to a tensor's, whose dtype is `kind`."""
+        """Add one pass's random sums of a tensor's gradient to the sums of earlier passes.
+
+        `kind` is the tensor's dtype.
+        """
         before = self.sums.get(name, (0.0,) * len(sums))
         self.sums[name] = tuple(one + other for one, other in zip(before, sums, strict=True))
         self.kinds[name] = kind
@@ -165,7 +168,7 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return the difference for one tensor, or None if it can't be computed."""
+    """Compare one tensor's gradient in two computations; None if there is nothing to compare."""
     # `largest` is the norm of the reference's largest gradient. `noises` is the result of
     # `find_noises`.
     sizes = reference.size(name), trained.size(name)
@@ -182,7 +185,10 @@ def _compare_tensor(
 
 
 def floor(kind: str) -> float:
-    """Return the relative difference that is always allowed for a dtype such as "float32"."""
+    """Return the relative difference of gradients that counts as rounding for any model.
+
+    `kind` is a dtype such as "float32".
+    """
     return FLOORS.get(kind.removeprefix("complex"), FLOORS["float32"])
 
 
@@ -203,7 +209,7 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 
 
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
-    """Return the norm by which a difference is divided."""
+    """Return the gradient norm by which a difference is divided to make it relative."""
     # The quotient is the relative difference. The norm is at least SMALL times `largest`, the norm
     # of the largest gradient. A gradient that is 0 except for rounding, such as that of a bias
     # before a softmax, has no meaningful norm, and its rounding is a fraction of the summed terms,
@@ -230,10 +236,10 @@ def _size(sums: Sequence[float]) -> float:
 def compare_ranks(
     every: Sequence[Sketch], noises: Sequence[Mapping[str, float]] = ()
 ) -> GradientDifference | None:
-    """Compare the first rank's gradients with all others', computed from the same rows.
+    """Compare the first rank's gradients with the other ranks', all computed from the same rows.
 
-    Returns the largest difference beyond rounding, or None. `noises` are each rank's differences by
-    rounding.
+    Returns the largest difference beyond rounding, or None. `noises` has each rank's relative
+    differences by rounding; without it, only dtypes decide what counts as rounding.
     """
     # Without `noises`, a returned difference only means that rounding has to be measured. The
     # weights are the same on all ranks. So a difference comes from something else that the loss
@@ -261,10 +267,11 @@ class Action(Enum):
 
 
 class Audits:
-    """Decides which steps are audited, and what a difference leads to.
+    """Decides in which steps the gradient is audited, and what a wrong gradient leads to.
 
-    An early difference ends training with an error, and a later one, once confirmed, gives a
-    warning. `strict` always ends training; `evens` makes shares equal instead.
+    A difference in an early step ends training with an error. A later one is confirmed by a second
+    audit, and then gives a warning. With `strict`, it always ends training; with `evens`, shares
+    are made equal instead.
     """
 
     # in all three cases, there are no more audits
@@ -281,9 +288,9 @@ class Audits:
         self._confirms = False
 
     def begin(self, signature: Hashable = None) -> bool:
-        """Start a step, and return True if it must be audited.
+        """Start a step, and return True if its gradient must be audited.
 
-        `signature` describes the step's computation. A new signature leads to an audit.
+        `signature` describes how the step is computed. A signature that is new leads to an audit.
         """
         self.step += 1
         if self.over:
@@ -295,7 +302,10 @@ class Audits:
         return changed or again or self._confirms or is_audited(self.step)
 
     def sees(self, signature: Hashable) -> bool:
-        """Return True for a new signature, and plan an audit of this step and of a later one."""
+        """Return True if a step's signature is new, and plan another audit some steps later.
+
+        After many changes, new signatures no longer count.
+        """
         # without this limit, a signature that changes in every step would cause an audit in every
         # step
         if self.over or signature in self._signatures or len(self._signatures) >= MOST_CHANGES:
@@ -306,16 +316,19 @@ class Audits:
         return True
 
     def changes(self) -> bool:
-        """Plan an audit after a change in training, and return True if there is one."""
+        """Plan audits because something in training has changed, such as the shares.
+
+        Returns False if none is planned, because audits are over or there were too many changes.
+        """
         return self.sees(("change", len(self._signatures)))
 
     @property
     def confirms(self) -> bool:
-        """True if this step's audit has to confirm a difference."""
+        """True if this step's audit is to confirm a difference that the last audit found."""
         return self._confirms
 
     def decide(self, difference: GradientDifference | None) -> Action:
-        """Return what to do after an audit; a difference of None means that gradients agree."""
+        """Return what to do after an audit that found this difference, or none."""
         return self.decide_by(difference is not None)
 
     def decide_by(self, differs: bool) -> Action:
@@ -335,7 +348,7 @@ class Audits:
 
 
 def is_audited(step: int) -> bool:
-    """Return True if the step, counted from 1, is audited in any case."""
+    """Return True if a step is audited even if nothing has changed; steps count from 1."""
     return step in FIRST_STEPS or step % EVERY == 0
 
 
@@ -404,7 +417,11 @@ CAUSES = {
 
 
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
-    """Return the name of the first cause in CAUSES whose function returns True, or "rows"."""
+    """Return the name of the likeliest cause of a wrong gradient.
+
+    Each function in `answers` recomputes the gradient without one cause of CAUSES, and returns True
+    if it is right then. The first such cause is returned, or "rows" if there is none.
+    """
     # the functions recompute the gradient without the cause, and are called in the order of CAUSES
     for name in CAUSES:
         if name in answers and answers[name]():
@@ -419,10 +436,10 @@ def describe(
     step: int = 1,
     reference: str = AT_ONCE,
 ) -> str:
-    """Return a message about a difference, its cause and its size.
+    """Return a message about a gradient difference: its cause, its size and the step.
 
-    `rows` are the ranks' row counts, empty for a comparison of ranks. `reference` says how the rows
-    were computed for comparison.
+    `rows` are the ranks' row counts, empty for a comparison of ranks. `reference` says how the
+    correct gradient was computed.
     """
     likely = CAUSES[cause] if isinstance(cause, str) else cause
     tensor = LOSS if difference.name == LOSS else f"the gradient of {difference.name}"
@@ -445,7 +462,7 @@ def describe(
 
 
 def _write_apart(one: float, other: float) -> str:
-    """Return both numbers with enough digits to differ."""
+    """Return both numbers as text, with enough digits to show that they differ."""
     digits = 6
     while f"{one:.{digits}g}" == f"{other:.{digits}g}" and digits < 17:
         digits += 1
@@ -458,9 +475,10 @@ def _write_apart(one: float, other: float) -> str:
 def find_unequal(
     every: Sequence[Mapping[str, Sequence[float]]], near: float = 1e-4
 ) -> tuple[str, float, float] | None:
-    """Return the first state that differs between ranks, with its lowest and highest value.
+    """Return the first buffer or loss input that differs between ranks, with its extreme values.
 
-    Returns None if all states agree up to the relative difference `near`.
+    `every` has the values of each rank by name. Returns None if all agree up to the relative
+    difference `near`.
     """
     # `every` has, for each rank, a few values for each buffer and for each number that enters the
     # loss. Only names that all ranks have are compared.

@@ -28,9 +28,9 @@ def end_process(code: int) -> NoReturn:
 
 
 def last_error() -> BaseException | None:
-    """Return the exception that ends this process, or None, as always in an interactive session.
+    """Return the uncaught exception with which this process ends, or None.
 
-    Call it from an exit handler.
+    Call it from an exit handler. In an interactive session, the result is always None.
     """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None

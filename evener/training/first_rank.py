@@ -26,13 +26,13 @@ RANK_VARIABLES = (
 
 
 def describe_rank() -> str:
-    """Return this process's rank, number of processes and run id, as text."""
+    """Return the rank, number of processes and run id in this process's environment, as text."""
     names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     return " ".join(os.environ.get(name, "-") for name in names)
 
 
 def is_eveners_rank() -> bool:
-    """Return True if the rank in the environment is the one that evener started."""
+    """Return True if evener, not another launcher, has set this process's rank."""
     return os.environ.get(STARTED_AS) == describe_rank()
 
 
@@ -53,13 +53,13 @@ def is_in_other_run() -> bool:
 
 
 def is_released() -> bool:
-    """Return True if the other ranks may start, or if they don't wait."""
+    """Return True if the other ranks may start now, or never had to wait."""
     path = os.environ.get(RELEASE)
     return not path or os.path.exists(path)
 
 
 def release_others() -> None:
-    """Let the other ranks start."""
+    """Tell the ranks that wait for this first one to start."""
     path = os.environ.get(RELEASE)
     if path:
         with suppress(OSError):  # the launcher may have ended
@@ -67,7 +67,7 @@ def release_others() -> None:
 
 
 def wait_for_release(path: str, rank: int) -> None:
-    """Wait until the first rank releases this one, and exit if the first rank ends before.
+    """Wait until the first rank lets this rank start; exit if the first rank ends before.
 
     The first rank itself doesn't wait; it writes its process id for the others.
     """

@@ -34,9 +34,9 @@ WANTS_PROCESSES = 86  # the exit code of a process that can't train on all devic
 
 
 def ask_for_processes(why: str) -> None:
-    """Exit so that `evener launch` starts one process per device, if it can.
+    """Exit with a code that makes `evener launch` start one process per device instead.
 
-    `why` is printed. Returns if this isn't possible.
+    `why` is printed. Returns if the launcher can't do that, or if there is none.
     """
     if os.environ.get(ONE_PROCESS):
         print(f"evener: {why} A process for each device is started.", file=sys.stderr, flush=True)
@@ -44,9 +44,10 @@ def ask_for_processes(why: str) -> None:
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """Return the path of the plan to use: `named`, or else the launched plan.
+    """Return the path of the plan to use: the plan that the script names, or the launcher's.
 
-    Returns None if there is neither.
+    If the launcher has replaced the named plan because devices were lost, its own is returned. None
+    if there is neither.
     """
     # if evener launch has replaced the script's plan after the loss of devices, the result is the
     # plan for the remaining devices
@@ -59,12 +60,12 @@ def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathL
 
 
 def launched_device() -> str:
-    """Return the id of this process's device, or "" if it wasn't launched for one device."""
+    """Return the id of the device that the launcher gave this process, or "" if it gave none."""
     return os.environ.get(DEVICE, "")
 
 
 def rendezvous_file(address: str) -> str | None:
-    """Return the file for a rendezvous at `address`, or None if there is no such file."""
+    """Return the file that replaces a rendezvous at this address, or None if there is none."""
     # another launcher's rendezvous may have the same address
     named, _, path = os.environ.get(RENDEZVOUS, "").partition(" ")
     if is_in_other_run():
@@ -73,12 +74,12 @@ def rendezvous_file(address: str) -> str | None:
 
 
 def launched_run() -> str:
-    """Return the name of the launched run, or ""."""
+    """Return the name of the run that the launcher started, or ""."""
     return os.environ.get(RUN, "")
 
 
 def launched_records() -> Path | None:
-    """Return the folder in which the launcher expects the last record, or None."""
+    """Return the folder where the launcher reads the last record of each process, or None."""
     folder = os.environ.get(RECORDS, "")
     return Path(folder) if folder else None
 

@@ -37,7 +37,7 @@ class LimitKind(StrEnum):
     usual_remedy: str
 
     def __new__(cls, value: str, noun: str, meaning: str, usual_remedy: str) -> LimitKind:
-        """Create a member with its texts."""
+        """Create a kind with its texts for users."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.noun = noun
@@ -138,9 +138,10 @@ class LimitKind(StrEnum):
 
 
 class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """A bottleneck of training, its duration in a step, and the speed gained without it.
+    """A bottleneck: how long it takes in each step, and how much faster training is without it.
 
-    Gains are fractions: 0.12 means 12 % more samples/s. `by` names a device, rank or program.
+    Gains are fractions: 0.12 means 12 % more samples/s. `by` names the device, rank or program that
+    causes it.
     """
 
     # The limits of a step don't overlap. The rest of the step is compute time (own work) and parts
@@ -160,9 +161,9 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a step that may be a bottleneck.
+    """A part of a step, such as waiting for input, that may be a bottleneck.
 
-    A remedy saves the fraction `spared` of its `seconds`.
+    Its remedy saves the fraction `spared` of its `seconds`.
     """
 
     # Waiting for input is such a part. A part is reported only if the lower bound of its gain
@@ -182,9 +183,9 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
-    """Return an error margin for a part's time, in seconds.
+    """Return an error margin for the time of one part of a step, in seconds.
 
-    `relative` is its relative error, and `left` the relative error of the rest of the step.
+    `relative` is the relative error of that time, and `left` of the rest of the step.
     """
     # The margin is half of the time's 95 % interval. The rest of the step was measured, too, so the
     # error of the rest limits that of the part.
@@ -234,7 +235,7 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts without the time in which they waited for a core."""
+    """Subtract from each part of a step the time in which its threads waited for a CPU core."""
     # A lack of cores slows all other parts by the same fraction. That lack itself (`HOST_STARVED`)
     # and parts of `APART` kinds are returned unchanged.
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
@@ -248,7 +249,10 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Return a part of unequal work without the losses that other parts contain."""
+    """Subtract time lost to heat, power limits or other processes from "unequal work".
+
+    It would count twice, because these losses are parts of their own.
+    """
     # The losses are the time that the same device loses to heat, power or another process on the
     # device. Only unequal work includes such losses, because the other devices wait for a slowed
     # device.
@@ -260,7 +264,7 @@ def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
 
 
 def _shorten(part: StepPart, seconds: float) -> StepPart:
-    """Return the part with at most `seconds` seconds, and with its errors in proportion."""
+    """Return the part limited to `seconds` seconds; its errors shrink in proportion."""
     if seconds >= part.seconds:
         return part
     rest = seconds / part.seconds
@@ -282,12 +286,12 @@ def _is_limit(step_s: float, part: StepPart) -> bool:
 
 
 def least_gain(kind: LimitKind) -> float:
-    """Return the lowest gain for which a bottleneck is reported."""
+    """Return how large a bottleneck's gain must be for it to be reported, as a fraction."""
     return LEAST_OPTIMIZER_GAIN if kind is LimitKind.OPTIMIZER else LEAST_GAIN
 
 
 class _RemainingTime(NamedTuple):
-    """Duration of a step without a part, with the limits of its 95 % interval, in seconds."""
+    """How long a step takes after a remedy, in seconds, with its 95 % interval."""
 
     seconds: float
     least_s: float

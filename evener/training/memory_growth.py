@@ -27,7 +27,7 @@ class MemoryPeaks:
 
     @property
     def sizes(self) -> int:
-        """Number of pass sizes with a peak."""
+        """How many different pass sizes have a measured peak."""
         return len(self._peaks)
 
     def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
@@ -64,7 +64,7 @@ class MemoryPeaks:
         return largest + int(room_bytes / per_row)
 
     def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
-        """Return the rows per pass that fit beside `beside_bytes` of other memory.
+        """Return the rows per pass that fit if something else uses `beside_bytes` of memory.
 
         Returns 0 with fewer than two measured sizes. `left` is the fraction of `capacity_bytes` to
         keep free.

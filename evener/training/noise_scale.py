@@ -42,15 +42,15 @@ class NoiseScale(msgspec.Struct, frozen=True):
 
     @property
     def safe_rows(self) -> float:
-        """The noise scale, or its lower bound if the upper bound is unknown."""
+        """The noise scale in rows; its lower bound if the upper bound is unknown."""
         return self.low if self.high >= ENDLESS else self.rows
 
 
 def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
-    """Separate the noise from the signal in a batch that is divided into parts.
+    """Estimate noise and signal of the gradient from a batch that is divided into parts.
 
     - `sizes`: rows of each part.
-    - `weighted`: sum of rows times squared norm, over the parts' mean gradients.
+    - `weighted`: sum over the parts of rows times the squared norm of the part's mean gradient.
     - `whole`: squared norm of the batch's mean gradient.
 
     Raises ValueError if fewer than two parts have rows.
@@ -71,7 +71,7 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return how many times as many rows training needs if the batch becomes `other` rows."""
+    """Return the factor on the rows that training needs if the batch size changes to `other`."""
     return (noise_scale + other) / (noise_scale + batch)
 
 
@@ -84,9 +84,9 @@ def rate_gain(batch: int, other: int, noise_scale: float) -> float:
 
 
 class NoiseWindow:
-    """Averages noise and signal over recent steps; later samples count more.
+    """Averages the gradient's noise and signal over recent steps.
 
-    `kept` is the weight of a block of samples relative to the next one.
+    Samples are grouped in blocks, and each block weighs `kept` times as much as the next newer one.
     """
 
     # Samples are summed in blocks. The weighted sum is divided by the sum of the weights; otherwise
@@ -166,7 +166,10 @@ def _student(freedom: float) -> float:
 
 
 def describe(noise_scale: NoiseScale, batch: int, steps: int) -> str:
-    """Return a line on the noise scale, and on how much a batch of `batch` rows is worth."""
+    """Return a line of text on the noise scale, measured in `steps` steps.
+
+    It also says how much of its rows' worth a batch of `batch` rows keeps.
+    """
     # the noise scale was measured in that number of steps
     after = f"after {steps:,} steps"
     if noise_scale.rows == 0:

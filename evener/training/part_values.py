@@ -11,10 +11,11 @@ SUM = "sum"
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return which sums or means of `parts` equal the batch's value `whole`.
+    """Return which sums or means of the parts' values equal the value of the whole batch.
 
-    `counts` holds the weights of a mean by name, such as `{"rows": (3, 5)}`. The result lists the
-    names whose weighted mean fits, and "sum" if the sum does.
+    `counts` holds weights by name, such as `{"rows": (3, 5)}`. The result has the names of the
+    weighted means that equal `whole`, and "sum" if the sum does. `rounding` is the allowed relative
+    difference.
     """
     # values count as equal if they differ by at most `rounding`, relative to the largest value
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]

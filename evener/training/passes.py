@@ -50,7 +50,7 @@ def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
 
 
 def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
-    """Return the number of passes that suffices on every rank.
+    """Return how many passes every rank must compute so that no rank exceeds its rows per pass.
 
     `rows` are the ranks' rows, and `most` their limits per pass.
     """
@@ -65,7 +65,11 @@ def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float,
 
 
 class Pass(NamedTuple):
-    """A forward and backward pass over some rows of a batch."""
+    """A forward and backward pass over some rows of a batch.
+
+    After memory ran out, a pass of the plan is computed in several smaller pieces; this is one
+    piece.
+    """
 
     number: int  # index of the plan's pass in the batch, from 0
     start: int  # first row within that pass
@@ -76,12 +80,12 @@ class Pass(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """End of its rows within the plan's pass."""
+        """Index after its last row, counted from the first row of the plan's pass."""
         return self.start + self.rows
 
     @property
     def part(self) -> float:
-        """Fraction of the plan's pass that it computes."""
+        """Its rows as a fraction of the rows in the plan's pass."""
         return self.rows / self.planned if self.planned else 1.0
 
 
@@ -99,14 +103,15 @@ class PassLimit:
 
     @property
     def lowest(self) -> int | None:
-        """Maximum rows per pass by all known limits, None without a limit."""
+        """Maximum rows per pass, by experience and by predicted memory; None without a limit."""
         known = [each for each in (self.most, self.predicted) if each is not None]
         return min(known, default=None)
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
-        """Start a batch, and raise the limit if it is time.
+        """Start a batch; raise the limit if memory hasn't run out in enough batches.
 
-        `others_bytes` returns the device memory that other processes hold, in bytes.
+        `others_bytes` returns the device memory that other processes hold, in bytes. The limit is
+        removed if they have released most of it.
         """
         # If other processes held 1 GiB or more when a pass ran out of memory, `others_bytes` is
         # called again in every tenth step. Once they hold less than half as much, the limit is
@@ -123,12 +128,15 @@ class PassLimit:
             self._clean_steps = 0
 
     def count(self, rows: int, most: int, least: int = 1) -> int:
-        """Return the number of passes for `rows` rows within this limit and `most` rows each."""
+        """Return into how many passes to divide `rows` rows, with at most `most` rows in each.
+
+        This limit applies too.
+        """
         held = most if self.most is None else min(most, self.most)
         return count_smaller_passes(rows, held, least)
 
     def complete(self) -> None:
-        """Note that a pass succeeded."""
+        """Record that a pass didn't run out of memory."""
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
@@ -172,9 +180,9 @@ class _Range(NamedTuple):
 
 
 class PassQueue:
-    """The passes of a batch that are still to be computed.
+    """The passes of one batch that a rank still has to compute.
 
-    `sizes` are the rows of the plan's passes.
+    `sizes` are the rows of the plan's passes; `limit` may divide them further.
     """
 
     def __init__(self, sizes: Sequence[int], limit: PassLimit) -> None:
@@ -200,7 +208,10 @@ class PassQueue:
         return Pass(taken.number, taken.start, rows, planned, ends, not self._left)
 
     def _cut_first(self, most: int, least: Callable[[], int]) -> None:
-        """Divide the first pass into pieces of at most `most` rows."""
+        """Divide the next pass into pieces of at most `most` rows.
+
+        Each piece has at least `least()` rows.
+        """
         # A piece has at least `least()` rows, even if that is more.
         first = self._left[0]
         rows = first.stop - first.start
@@ -213,9 +224,10 @@ class PassQueue:
             self._left.appendleft(cut)
 
     def complete(self) -> bool:
-        """Note that the taken pass succeeded.
+        """Record that the pass returned by `take` succeeded.
 
-        Returns False while other pieces of a failed pass are missing.
+        Returns False if it is a piece of a pass that ran out of memory, and other pieces are
+        missing.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

@@ -65,13 +65,13 @@ class Change(msgspec.Struct, frozen=True):
     gain: float  # 0.12: 12 % more steps/s, computed from own work
 
     def describe(self, before: Sequence[int]) -> str:
-        """Return the reason, and the shares before and after, as text."""
+        """Return as text why the shares change, and the shares before and after."""
         shown = " -> ".join("+".join(map(str, shares)) for shares in (before, self.shares))
         return f"{self.reason}: {shown}"
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """Shares that would be faster, with the expected gain."""
+    """Shares with which training would be faster, and the expected gain."""
 
     shares: tuple[int, ...]
     gain: float  # 0.12: 12 % more samples/s
@@ -89,13 +89,13 @@ class Window(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Rows that fit in a device's memory."""
+    """How many rows fit in a device's memory, in a single pass and in each of several passes."""
 
     at_once: int  # maximum rows of a share that is computed in one pass
     in_several: int  # maximum rows of each of several passes; 0 if shares can't be divided
 
     def rows_of_a_pass(self, share: int) -> int:
-        """Return the rows per pass of a share."""
+        """Return how many rows each pass has if the device's share is `share` rows."""
         return self.in_several if self.in_several and share > self.at_once else share
 
 
@@ -156,12 +156,12 @@ class Rebalancer:
 
     @property
     def windows_seen(self) -> int:
-        """Number of windows observed with the current shares."""
+        """Number of measuring windows observed since the shares last changed."""
         return self._seen
 
     @property
     def windows_needed(self) -> int:
-        """Minimum number of windows before a change."""
+        """Number of measuring windows to observe before the shares may change."""
         return self._patience
 
     def _begin(self, shares: tuple[int, ...]) -> None:
@@ -246,7 +246,10 @@ class Rebalancer:
         return None
 
     def _recompute_factors(self) -> None:
-        """Recompute the factors of past windows after the predictions have changed."""
+        """Recompute the ratios of measured to predicted compute time in past windows.
+
+        Call it after the predictions have changed.
+        """
         # The newest compute times belong to a window that is stored only later.
         past = list(self._own)[:-1]
         windows = [
@@ -286,21 +289,28 @@ class Rebalancer:
         return Room(at_once, passes_fit if divides else 0)
 
     def _limit_room(self, room: Room, limit: int) -> Room:
-        """Return the room with at most `limit` rows per pass; 0 is no limit."""
+        """Lower a device's rows per pass to a limit set after memory ran out; 0 is no limit."""
         # larger passes than `limit` have run out of memory
         if not limit or limit >= room.at_once:
             return room
         return Room(limit, limit * self._passes)
 
     def _learn(self) -> bool:
-        """Learn from the last change of shares how compute time depends on rows and passes."""
+        """Improve predictions from the compute times before and after the last change of shares.
+
+        Returns True if a prediction has changed.
+        """
         # True if anything was learned, because predictions then change
         passes, fixed = self._learn_extras(), self._learn_fixed()
         self._before = []
         return passes or fixed
 
     def _learn_fixed(self) -> bool:
-        """Learn which part of the compute time doesn't depend on the rows."""
+        """Estimate which part of a rank's compute time doesn't depend on its rows.
+
+        The estimate uses the times before and after a change of shares. Returns True if one was
+        made.
+        """
         # True if anything was learned. The compute time of n rows is t = a + b * n. So the fixed
         # part a follows from the times before and after a change of the rows. A noisy measurement
         # gets less weight.
@@ -324,7 +334,11 @@ class Rebalancer:
         return learned
 
     def _learn_extras(self) -> bool:
-        """Learn how much time each further pass adds."""
+        """Estimate how much time each further pass costs a rank.
+
+        The estimate uses the times before and after a change of shares. Returns True if one was
+        made.
+        """
         # True if anything was learned. The compute time of k passes is F * (t(rows in k passes) +
         # (k - 1) * extra), where `extra` is the cost. The unknown factor F is the same before and
         # after the change, so it cancels out.
@@ -347,7 +361,7 @@ class Rebalancer:
         return learned
 
     def _list_extras(self) -> list[float]:
-        """Return the seconds that each further pass adds on each rank."""
+        """Return how many seconds each further pass is predicted to add on each rank."""
         # The seconds are for the speed that a rank's curve describes. For the current speed, they
         # are multiplied by the rank's factor (measured / predicted compute time). A rank without a
         # learned value gets the mean of the learned values, or 0 if there are none.
@@ -359,7 +373,7 @@ class Rebalancer:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _update_noise(self, factors: tuple[float, ...]) -> None:
-        """Update how much each rank's speed varies between windows."""
+        """Update how much each rank's compute time varies from one window to the next."""
         # A rank's noise is the standard deviation of the factor's logarithm from one window to the
         # next.
         if not self._windows:
@@ -373,7 +387,11 @@ class Rebalancer:
     def _find_faster_shares(
         self, span: int
     ) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Return faster shares by the last `span` windows, or None if the gain isn't certain."""
+        """Return shares that would have made the last `span` windows faster, with the gain.
+
+        None if no gain is certain. The second value is the ranks' ratios of measured to predicted
+        compute time.
+        """
         # The result also has the ranks' factors and the relative gain. A factor is measured /
         # predicted compute time. The gain over the last `span` windows must reach `_needed_gain`.
         # There must also be a gain in each of the last two windows, and in at least three quarters
@@ -397,7 +415,10 @@ class Rebalancer:
         return shares, factors, gain
 
     def _solve_for_shares(self, factors: Sequence[float]) -> tuple[int, ...] | None:
-        """Return the fastest shares at the current speeds, or None if there is no solution."""
+        """Return the fastest shares for the ranks' present speeds; None if none fit in memory.
+
+        `factors` are the ranks' measured compute times divided by the predicted ones.
+        """
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
         walls, rows = zip(*self._limited, strict=True)
@@ -406,7 +427,7 @@ class Rebalancer:
     def _needed_gain(
         self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float
     ) -> float:
-        """Return the minimum relative gain for a change, given the noise of the measurements."""
+        """Return how large a gain must be to change the shares; noisier measurements need more."""
         # `factors` times `seconds` are the ranks' compute times, and `rest_s` is the rest of a
         # step. The minimum gain rises with the variation from one window to the next (noise) and
         # over many windows (drift). The longer a rank computes in a step, the more its variation
@@ -423,7 +444,7 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """Return how much each rank's speed varies relative to the others over many windows."""
+        """Return how much each rank's speed varies over many windows, compared with the others."""
         # The result is [] if unknown. This drift is measured in the first `count` windows with the
         # current shares. If `count` is below 16, the result is the drifts that were measured with
         # earlier shares.
@@ -433,7 +454,7 @@ class Rebalancer:
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _estimate_largest_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """Estimate the largest gain that other shares can bring, from the slopes of the curves."""
+        """Estimate from the curves' slopes the largest gain that any shares can bring."""
         # The slopes are those at the current shares. `_find_faster_shares` checks this estimate
         # first, because solving for the shares takes far longer.
         own: list[float] = list(map(mul, factors, self._planned))
@@ -450,14 +471,17 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """Return True if a rank can't give rows away, or can't take more if `gives` is False."""
+        """Return True if a rank's share can't shrink or, if `gives` is False, can't grow."""
         if gives:
             return share <= self._quantum
         room = self._limited[rank]
         return not room.in_several and share + self._quantum > room.at_once
 
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
-        """Return the relative gain of new shares over these windows."""
+        """Return how much faster recent windows would have been with new shares, as a fraction.
+
+        `seconds` are the ranks' predicted compute times with the new shares.
+        """
         # `seconds` are the new shares' times by rank. The curves predict these times.
         rest = math.fsum(window.rest_s for window in windows)
         before, after = (
@@ -553,7 +577,7 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the number of rows by which shares change."""
+    """Return the step, in rows, in which shares are changed: 8, 4, 2 or 1."""
     # this quantum is the largest of 8, 4 and 2 that divides all current shares and is at most 1/64
     # of their mean
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
@@ -563,12 +587,12 @@ def choose_quantum(shares: Sequence[int]) -> int:
 
 
 def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return each rank's median over the windows."""
+    """Return the median over all windows for each rank."""
     return tuple(map(median, zip(*windows, strict=True)))
 
 
 def _relative_to_others(factors: Sequence[float]) -> list[float]:
-    """Return each rank's factor divided by the geometric mean of all others."""
+    """Return each rank's slowdown relative to the geometric mean of the others' slowdowns."""
     # A slowdown of all ranks alike is no reason to move rows, and cancels out.
     logs = list(map(math.log, factors))
     others = max(1, len(logs) - 1)
@@ -582,21 +606,28 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _common_compute_time(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the compute time at which all ranks finish together after moving rows."""
+    """Return the compute time that all ranks would have after moving rows to balance them.
+
+    `own` are their times now in seconds, and `rates` the rows that each computes per additional
+    second.
+    """
     # `own` are the ranks' compute times now. A rate is how many rows a rank computes per additional
     # second.
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 
 def _slope(curve: Curve, share: int) -> float:
-    """Return the seconds that a further row adds to a share."""
+    """Return how many seconds one more row adds to a device's compute time at this share."""
     # The slope is above 0. This also holds where the curve is level.
     rise = (curve.seconds(share) - curve.seconds(NEAR * share)) / ((1 - NEAR) * share)
     return max(rise, curve.seconds(share) / share / 100)
 
 
 def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) -> bool:
-    """Return True if the change from `now` to `then` undoes half of the previous one or more."""
+    """Return True if a change of shares undoes at least half of the previous change.
+
+    The previous change was from `before` to `now`; the new one is from `now` to `then`.
+    """
     # the previous change is from `before` to `now`
     made = [b - a for a, b in zip(before, now, strict=True)]
     undone = sum((a - b) * c for a, b, c in zip(now, then, made, strict=True))
@@ -604,13 +635,16 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """Return True if a factor has moved over half of the way from its usual value."""
+    """Return True if a rank's slowdown has gone over half of the way from its usual value.
+
+    `shift` is the logarithm of the whole way.
+    """
     # the logarithm goes from log(usual) to log(usual) + shift
     return math.log(factor / usual) / shift > 0.5
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """Return True if the curve is a line through the origin."""
+    """Return True if a curve is the default, proportional to rows, because none was measured."""
     # such a curve wasn't measured
     return curve.batches == (0.0,) and curve.times == (0.0,)
 

@@ -22,7 +22,7 @@ _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are assigned 
 
 
 class PartialAssignment:
-    """Passes assigned so far, and the time in seconds at which each rank finishes them."""
+    """Rows assigned to ranks and passes so far, and when each rank would finish, in seconds."""
 
     def __init__(self, ranks: int) -> None:
         self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
@@ -30,7 +30,7 @@ class PartialAssignment:
 
 
 class AssignmentSearch:
-    """Search for an assignment of rows to ranks that finishes early.
+    """Searches for a division of a batch's rows among ranks with which all ranks finish early.
 
     `lengths` are the rows' lengths in tokens, the longest first.
     """
@@ -50,7 +50,7 @@ class AssignmentSearch:
         self._best_cut = self._cut_cheapest(1)
 
     def least_seconds(self) -> float:
-        """Return an approximate lower bound of the finish time in seconds."""
+        """Return a time, in seconds, that hardly any assignment can beat."""
         # The bound is the larger of two times: that of all rows if they could be divided exactly by
         # the ranks' speeds, and that of the longest row on the fastest rank. It is approximate,
         # because the rows are assumed to be cut into passes as is cheapest on the fastest device.
@@ -70,7 +70,7 @@ class AssignmentSearch:
         ]
 
     def try_all(self) -> Iterator[PartialAssignment]:
-        """Yield candidate assignments, which differ in their passes and blocks."""
+        """Yield complete assignments, which differ in their passes."""
         # Assignments differ in two ways: how the batch is cut into passes, and how much of it is
         # assigned in blocks of consecutive rows. The rest is assigned row by row.
         tried = set[tuple[int, ...]]()
@@ -87,7 +87,7 @@ class AssignmentSearch:
                     yield partial
 
     def _list_cuts(self) -> Iterator[list[int]]:
-        """Yield ways to cut the batch into passes, each as the ends of the passes."""
+        """Yield ways to cut the sorted batch into passes, each as a list of end indices."""
         # Each pass is a run of consecutive rows. The ways differ in the assumed price of a pass.
         # Without passes to save padding, the whole batch is one run.
         if not self._saves_padding:
@@ -99,7 +99,10 @@ class AssignmentSearch:
                 yield self._cut_cheapest(price)
 
     def _cut_cheapest(self, price: float) -> list[int]:
-        """Return the ends of the passes with the lowest cost."""
+        """Return where passes end if the batch is cut at the lowest cost.
+
+        A higher `price` of a pass gives fewer passes.
+        """
         # A higher `price` of a pass gives fewer passes. Passes are runs of consecutive rows. The
         # cost is the time that the fastest device would take for all runs, but with the fixed time
         # of a pass multiplied by `price`. For a given start of the last run, the total cost is a
@@ -127,7 +130,7 @@ class AssignmentSearch:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """Yield the indices at which a pass may end."""
+        """Yield the row indices at which a pass may end."""
         # The last index is the batch's end. So that there are few indices, the row at each is at
         # least 3 % shorter than at the previous one.
         next_length = _NEXT_PLACE * self._lengths[0]
@@ -138,7 +141,10 @@ class AssignmentSearch:
         yield len(self._lengths)
 
     def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
-        """Assign rows in blocks, or return None if they don't fit on the ranks."""
+        """Assign the first `rows` rows, each rank getting consecutive ones.
+
+        Returns None if they don't fit in the ranks' memory.
+        """
         # The first `rows` rows are given. A new pass begins at each index in `stops`. All ranks
         # must finish within the same time limit; bisection finds the shortest one.
         if not rows:
@@ -157,7 +163,10 @@ class AssignmentSearch:
     def _fill_blocks(
         self, rows: int, stops: Sequence[int], limit: float
     ) -> PartialAssignment | None:
-        """Assign rows in blocks within a time limit, or return None if that isn't possible."""
+        """Assign the first `rows` rows so that each rank finishes within `limit` seconds.
+
+        Each rank gets consecutive rows. Returns None if that isn't possible.
+        """
         # These are the first `rows` rows. One rank after another is filled. A rank is full when the
         # next row would exceed `limit` seconds. It begins a new pass at each row index in `stops`,
         # and where its memory requires it.
@@ -208,7 +217,7 @@ class AssignmentSearch:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """Return when a rank finishes a row in a new pass, inf if the row doesn't fit."""
+        """Return when a rank would finish if this row began a new pass; inf if it doesn't fit."""
         # `finish` is when it finishes without the row. `row` is the row's index.
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
@@ -222,7 +231,7 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """Return True if `line` is nowhere below both other lines."""
+    """Return True if one of three lines, the middle one by slope, is nowhere below both others."""
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (
         steeper[0] - flatter[0]
     )

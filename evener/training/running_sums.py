@@ -39,9 +39,9 @@ class RunningSums:
         return StepSums(int(self._now[0]), *self._now[1:])
 
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
-        """Add times in the order of the fields of StepSums.
+        """Add the times of one step, or of a part of one, in the order of StepSums' fields.
 
-        `seconds` is their total. `own_s` is the time that counts for `take_quick`, by default
+        `seconds` is their total. `own_s` is the duration that `take_quick` uses, by default
         `seconds`.
         """
         self._now = list(map(add, self._now, step))
@@ -60,7 +60,7 @@ class RunningSums:
     def take_quick(self) -> float:
         """Return the 5th percentile of the step times since the last call, in seconds.
 
-        Returns 0 without steps.
+        Returns 0 if there were no steps.
         """
         # The fastest steps were disturbed neither by other programs nor by a checkpoint.
         steps = sorted(self._last_s)
@@ -72,7 +72,7 @@ class RunningSums:
         return self.whole.minus(self._ends[0])
 
     def errors(self) -> StepSums:
-        """Return error margins for the means of the recent steps."""
+        """Return error margins of the mean times per step over recent steps."""
         # The margin is half of the 95 % interval, estimated from the differences between bins of
         # steps. With fewer than FEWEST_BINS bins, it is half of each mean.
         bins = [after.minus(before) for before, after in pairwise(self._ends)]

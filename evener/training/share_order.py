@@ -72,9 +72,10 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
 
 
 def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
-    """Return `places`, the index in `active` of each rank's share, after a check.
+    """Check that each rank has a share of its own, and return `places`.
 
-    Raises PlanError if a place is None or two ranks have the same.
+    `places` has the index in `active` of each rank's share. Raises PlanError if one is None, or two
+    ranks have the same.
     """
     # the error's message is the same on every rank
     for rank, place in enumerate(places):

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _count_restarts(folder: str) -> dict[str, str]:
-    """Return the number of restarts of all hosts for the environment, and print a message."""
+    """Return the number of restarts on all hosts as environment variables, and print a message."""
     # The result has environment variables. It is {} if PyTorch's agent doesn't restart ranks. The
     # agent counts only restarts that processes of its own host caused. Therefore each start is also
     # recorded in a file in `folder`.

@@ -68,9 +68,9 @@ IN_KERAS = {
 
 
 class MeasuredRank(NamedTuple):
-    """Step times, rows and memory limit of one rank, for finding bottlenecks.
+    """One rank's step times, rows and memory limit, from which bottlenecks are found.
 
-    Times are in seconds; 0 is unknown.
+    Times are in seconds.
     """
 
     name: str
@@ -90,7 +90,7 @@ class MeasuredRank(NamedTuple):
 
 
 class TrainingAnalysis(NamedTuple):
-    """Mean step times of the ranks, bottlenecks, and faster shares if any."""
+    """Where a training run spends its time: mean steps, bottlenecks, and faster shares if any."""
 
     step_s: float  # mean
     steps: tuple[RankStep, ...]  # of each rank, in five parts
@@ -101,10 +101,10 @@ class TrainingAnalysis(NamedTuple):
 def judge_training(
     ranks: Sequence[MeasuredRank], whole: bool = True, competitors: str = ""
 ) -> TrainingAnalysis:
-    """Find the bottlenecks of a training run.
+    """Find out what slows a training run, and whether other shares would be faster.
 
     Shares are recommended only if `whole` is True, that is if all ranks are given. `competitors`
-    names other programs that use the cores. `step_s` of the result is 0 if no times are known.
+    names other programs that use the CPU cores. `step_s` of the result is 0 if no times are known.
     """
     steps = tuple(
         divide_steps([rank.sums for rank in ranks], [rank.least_waiting_s for rank in ranks])
@@ -136,7 +136,10 @@ def _find_step_seconds(steps: Sequence[RankStep]) -> float:
 def _list_single_parts(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield all parts of a step that may be bottlenecks, except unequal work."""
+    """Yield the parts of a step that may be bottlenecks, such as input or the optimizer.
+
+    Unequal compute times of the ranks aren't among them.
+    """
     # Unequal work is that of the ranks' unequal compute times. `steps` are the ranks' mean steps,
     # and `step_s` is the duration of a step. The training needed the cores that the other programs
     # used.
@@ -151,7 +154,7 @@ def _list_single_parts(
 
 
 class _Finder:
-    """Finds parts of a step that a rank's totals contain."""
+    """Finds long parts of a step in the totals of the ranks that finish last."""
 
     def __init__(
         self, ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
@@ -162,7 +165,12 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield a part of the step, unless it is short."""
+        """Yield the part of a step that a field of StepSums measures, unless it is short.
+
+        - `kind`: what to report; `alone` instead, if only one rank has a long part.
+        - `name`: the field of StepSums.
+        - `spared`: the fraction of the part's time that its remedy saves.
+        """
         # The StepSums field `name` measures the part, and a remedy saves the fraction `spared` of
         # it. A part below 5 % of a step is short. Only one rank has the part if another rank needs
         # less than half as long; its kind is then `alone`, unless that is None. A remedy then saves
@@ -202,7 +210,7 @@ class _Finder:
         )
 
     def _find_lead(self, place: int) -> float:
-        """Return by how many seconds a rank is busy longer than any other rank."""
+        """Return how many seconds longer a rank is busy in each step than any other rank."""
         # The result is negative if another rank is busy longer. Busy times show this better than
         # measured waits, which may miss a long wait in a single step, because waits are timed in
         # only some of the steps. Files and validation are timed in all steps.
@@ -212,14 +220,14 @@ class _Finder:
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return an error margin in seconds for the rest of a step after a remedy."""
+    """Return an error margin, in seconds, for how a remedy changes the rest of a step."""
     # The remedy removes `seconds` from `step_s`. The margin is half of the 95 % interval. The rest
     # of the step may take more or less time than before.
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """Return the indices of the ranks that finish a step last and hardly wait for others.
+    """Return the indices of the stragglers: ranks that hardly wait for others in a step.
 
     `step_s` is the duration of a step in seconds.
     """
@@ -235,7 +243,7 @@ def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
 def _find_exchange(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> Iterator[StepPart]:
-    """Yield the gradient exchange if it takes long."""
+    """Yield the all-reduce of gradients as a part of the step, if it takes long."""
     # At least 10 % of a step is long. Only the time after the last gradient counts: an exchange
     # during the computation costs no time.
     if len(ranks) < 2:
@@ -255,7 +263,7 @@ def _find_exchange(
 def _find_host_waits(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield the parts in which the host is the bottleneck."""
+    """Yield waits for the host: for CPU cores, for kernel launches, or in the user's own code."""
     # A part is one of three waits: for cores, for the start of kernels, or for the training's own
     # code on the CPU. The last ranks are those that finish last.
     last = list_last(steps, step_s)
@@ -293,7 +301,7 @@ def _find_host_waits(
 def _wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
 ) -> float:
-    """Return how long a rank waits for ranks that lack cores."""
+    """Return how long a rank waits in a step for other ranks that lack CPU cores, in seconds."""
     # The result is in seconds per step, and 0 if any rank has enough cores. The rank waits for
     # other ranks: if all lack cores, each rank is the last one in some steps, and the others wait
     # for it. A rank may also be starved while it waits; that time is already counted as starved. So
@@ -310,7 +318,10 @@ def _wait_for_starved(
 def _find_unequal_work(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the time lost by unequal compute times, or None if it is small."""
+    """Return how much time a step loses because ranks compute for unequal times.
+
+    None if the loss is small or within noise.
+    """
     # The lost time is the compute time of the slowest rank, minus the time in which all ranks would
     # finish together. The result is None if this difference, or the longest wait of another rank,
     # is within noise or below 5 % of a step, or if fewer than two compute times are known.
@@ -329,7 +340,7 @@ def _find_unequal_work(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the compute time in seconds at which all ranks would finish together."""
+    """Return the compute time, in seconds, that all ranks would have with balanced shares."""
     # balanced shares match the ranks' speeds
     shares = [rank.share or 1 for rank in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
@@ -338,7 +349,7 @@ def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
-    """Return unequal work with the recommended shares as its remedy."""
+    """Add recommended shares, as the remedy, to the time lost by unequal work."""
     if advice is None:
         return part
     without_s = step_s / (1 + advice.gain)
@@ -354,7 +365,7 @@ def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPa
 
 
 def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
-    """Return shares that are faster, or None if no gain is certain.
+    """Return shares with which training would be faster, or None if no gain is certain.
 
     `step_s` is the time of a step in seconds.
     """
@@ -375,7 +386,10 @@ def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None
 
 
 def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
-    """Return the devices' curves, or proportional ones if a curve is missing or implausible."""
+    """Return the devices' step times by rows.
+
+    If a reported curve is missing or implausible, step times proportional to rows are used.
+    """
     # Curves come from other processes' reports, so they aren't trusted.
     shares = [rank.share for rank in ranks]
     curves = join_curves([rank.curve if is_curve(rank.curve) else () for rank in ranks], shares)
@@ -384,7 +398,7 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 
 def _is_plausible(seconds: float) -> bool:
-    """Return True for a plausible compute time."""
+    """Return True if a reported compute time, in seconds, is plausible."""
     # A plausible time is from a microsecond to about a day. Other processes report the time, and
     # their reports may be wrong.
     return LEAST_WORK_S < seconds < MOST_WORK_S

@@ -33,7 +33,7 @@ Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"
 
 
 class ShareTimes(msgspec.Struct, frozen=True):
-    """Median times of a rank's steps with one set of shares, in seconds."""
+    """Median times of one rank's steps during which the shares stayed the same, in seconds."""
 
     shares: tuple[int, ...]  # of every rank
     own_work_s: float
@@ -42,7 +42,10 @@ class ShareTimes(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Speed with the last shares compared with the first, with a 95 % interval."""
+    """How much faster steps are with the last shares than with the first.
+
+    `low` and `high` bound the 95 % interval of the gain.
+    """
 
     outcome: Outcome
     gain: float = 0.0  # 0.12: 12 % more steps a second
@@ -51,7 +54,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class _ShareSpan:
-    """Step times while the shares stayed the same."""
+    """One rank's step times during a time in which the shares stayed the same."""
 
     def __init__(self, shares: tuple[int, ...], steps: int = 0) -> None:
         self.shares, self.steps = shares, steps
@@ -110,21 +113,21 @@ class StepRecord:
 
     @property
     def first(self) -> ShareTimes | None:
-        """Times with the first shares, or None before any step."""
+        """This rank's times with the first shares of the run, or None before any step."""
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
 
     @property
     def last(self) -> ShareTimes | None:
-        """Times with the last shares, or None before any step."""
+        """This rank's times with the current shares, or None before any step."""
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
 
 
 def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparison:
-    """Compare the speed with the first and with the last shares, given each rank's times.
+    """Compare training speed with the last shares to the speed with the first, over all ranks.
 
-    The result is "not comparable" if the devices' speed has changed.
+    The result is "not comparable" if the devices' own speed has changed.
     """
     # the gain is computed from the first rank's steps, because all ranks have the same step time
     before, after = first[0], last[0]
@@ -144,7 +147,7 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 
 
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
-    """Return the gain that the compute times explain, or None if one is unknown."""
+    """Return the gain that is expected from the ranks' compute times, or None if one is unknown."""
     # The time of steps with the first shares is computed from the newest compute times. They are
     # assumed to be proportional to the rows, and the rest of a step's time to be the same.
     now, then = [], []

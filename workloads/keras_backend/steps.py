@@ -79,7 +79,10 @@ class KerasSteps:
         self._use_split(self._devices, passes=False)
 
     def _use_split(self, devices: tuple[str, ...], passes: bool) -> None:
-        """Use the model's train function for these devices."""
+        """Use a train function for these devices.
+
+        `passes` tells whether it must support gradient accumulation.
+        """
         # The model's train function for that `Split` is created on first use.
         model = self.model
         split = self.split
@@ -127,7 +130,7 @@ class KerasSteps:
             )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Return the entries of `sizes` for this process, without zeros."""
+        """Return the entries of `sizes` that belong to this process's devices, without zeros."""
         if self._placed is not None:
             return [sum(sizes)]
         setup = self.setup

@@ -39,7 +39,10 @@ MOST_ROWS = 1 << 16
 
 
 class KerasData(NamedTuple):
-    """Training data: a function that makes endless batches for a `Split` and a batch size."""
+    """Training data of a Keras workload.
+
+    `batches` makes endless batches for a `Split` and a batch size.
+    """
 
     batches: Callable[[Split, int], Any]
     rows: int = 0  # rows per epoch; 0: unknown
@@ -207,7 +210,7 @@ class KerasWorkload(Workload):
         self._position = 0
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse one batch in all further steps, or draw new ones again."""
+        """Train on the same batch in all further steps (`kept`), or on new batches again."""
         if self.setup.input == "device":
             return True
         source = self._source.take(1).cache().repeat() if kept else self._source

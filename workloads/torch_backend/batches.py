@@ -94,19 +94,19 @@ class Lengths:
 
 
 class RepeatingSampler(UnevenBatchSampler):
-    """Sampler that gives this rank the same rows in each batch."""
+    """Sampler that draws the same rows for this rank in every batch."""
 
     def __init__(self, rows: torch.Tensor, sizes: Sequence[int], rank: int) -> None:
         super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Return the same rows again and again."""
+        """Return the same rows for each batch."""
         return repeat(self._rows, len(self))
 
 
 def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
-    """Make a sampler record the tokens of each batch that it draws, in its list `works`."""
+    """Make a sampler count the tokens of each batch that it draws; its list `works` gets them."""
     works, draw = deque[Work](), sampler.batches
 
     def batches() -> Iterator[torch.Tensor]:
@@ -254,9 +254,10 @@ class Batches:
         self._loader, self._steps, self.rows = None, iter(()), 0
 
     def make(self, sampler: UnevenBatchSampler, on_host: bool = False) -> None:
-        """Load batches by this sampler from now on. With `on_host`, they stay in host memory.
+        """Load the batches that this sampler draws from now on.
 
-        The first batch is checked when it is taken, and raises `RequestError` if it is malformed.
+        With `on_host`, they stay in host memory. The first batch is checked when it is taken; a
+        malformed one raises `RequestError`.
         """
         prefetch = 0 if self._on_device else self.data.prefetch
         options = self.data.options
@@ -278,11 +279,11 @@ class Batches:
             self._loader, self._steps = loader, self._walk(loader)
 
     def take(self) -> Any:
-        """Return the next batch, or the kept one."""
+        """Return the next batch, or the batch that `keep` has kept."""
         return next(self._steps) if self._kept is None else self._kept
 
     def keep(self, kept: bool) -> bool:
-        """Reuse one batch from now on, or draw new ones again.
+        """Return one batch again and again from now on (`kept`), or draw new ones again.
 
         Returns False if that isn't possible, because the tokens of each batch are counted.
         """

@@ -68,7 +68,10 @@ class BuiltRecipe:
 
 @contextmanager
 def noting_ranks(noting: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
-    """Context manager that passes calls asking torch.distributed for the rank through `noting`."""
+    """Context manager: wrap the functions of torch.distributed that return the rank.
+
+    `noting` makes the wrapper of each function, from the function and its name.
+    """
     before = {name: getattr(dist, name) for name in ASKS_RANK}
     for name, function in before.items():
         setattr(dist, name, noting(function, f"torch.distributed.{name}()"))

@@ -176,7 +176,7 @@ def find_recipe(name: str, result: Any) -> Recipe | None:
 
 
 class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Module that returns the loss of a batch, as a trainer computes it."""
+    """Module whose output is the loss of a batch, computed as the user's trainer does."""
 
     def __init__(self, module: Any, compute: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
 
 
 class TrainerSteps:
-    """Computes a Trainer's loss, and repeats the other work of the Trainer's training step."""
+    """Computes a transformers Trainer's loss, and does the rest of its training step's work."""
 
     def __init__(self, trainer: Any, optimizer: Any) -> None:
         self._trainer = trainer
@@ -212,7 +212,7 @@ class TrainerSteps:
         return loss
 
     def _work_before_update(self, *given: Any) -> None:
-        """Do what the Trainer does before the optimizer's step."""
+        """Clip gradients, and do the other work of the Trainer before its optimizer's step."""
         # The Trainer waits for the loss, counts the operations of each pass (which visits all
         # parameters), and clips the gradients.
         trainer, loss = self._trainer, self._loss
@@ -331,7 +331,7 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows for `LossModule`. A tensor of zeros as targets carries the number of rows."""
+    """Collate rows to a pair for `LossModule`; its second item only carries the number of rows."""
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 

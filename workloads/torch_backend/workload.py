@@ -250,7 +250,7 @@ class TorchWorkload(Workload, StepListener):
         self._count(self._batches.works(batch), passes)
 
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
-        """Compute a batch in passes, and return the number of passes."""
+        """Compute a batch's gradient in several passes, and return how many there were."""
         # A pass of a group that runs out of memory is computed again in smaller passes, because the
         # other ranks wait in the all-reduce. `read_shortage` then returns the error.
         assert self._batches is not None
@@ -277,7 +277,7 @@ class TorchWorkload(Workload, StepListener):
             )
 
     def _note_held(self) -> None:
-        """Record the allocated memory at the start of the first two steps."""
+        """Record how much memory is allocated at the start of a step, in the first two steps."""
         # Later steps start with the same number, because the optimizer has created its state by
         # then.
         if self._noted < NOTED_STEPS:
@@ -338,7 +338,7 @@ class TorchWorkload(Workload, StepListener):
         return PhaseSeconds(seconds["input"], seconds["update"])
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse one batch in all further steps, or draw new batches again.
+        """Train on the same batch in all further steps (`kept`), or on new batches again.
 
         Returns False if the workload can't do it.
         """
