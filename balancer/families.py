@@ -76,9 +76,7 @@ class SearchView(Protocol):
 
 
 class Family(ABC):
-    """Base class for a kind of layout:
-
-    lists its candidates in a search, and names them for people.
+    """Base class for a kind of layout, which lists its candidates in a search and names them.
 
     `add` registers an instance.
     """

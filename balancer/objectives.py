@@ -66,11 +66,10 @@ class Energy(Objective, frozen=True):
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return the power of each device in watts:
+        """Return the power of each device in watts: while computing, and while idle.
 
-        the highest while computing, the lowest while idle.
-
-        0 where not measured; empty if no device was measured while computing.
+        The first is the highest measured, the second the lowest; 0 where not measured. The list is
+        empty if no device was measured while computing.
         """
         active = [0.0] * devices
         idle: list[list[float]] = [[] for _ in range(devices)]

@@ -74,9 +74,9 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def problem(self) -> Problem:
-        """The search's input:
+        """The input of the search.
 
-        batch limits, memory and other facts of the request and its devices.
+        It has batch limits, memory and other facts of the request and its devices.
         """
         request = self.request
         devices = self.devices

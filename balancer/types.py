@@ -47,11 +47,10 @@ Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported"
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """One way to train on the devices of a request:
+    """One way to train on the devices of a request.
 
-    which of them take part, and with how many rows.
-
-    `shares` has each device's rows per step, in the order of the request; 0 if it computes none.
+    It says which devices take part, and with how many rows. `shares` has each device's rows per
+    step, in the order of the request; 0 if it computes none.
     """
 
     kind: Kind
@@ -104,11 +103,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def children(self) -> Layout:
-        """This layout with each share reduced to one row:
+        """This layout with each share reduced to one row.
 
-        a key for the probe processes that run it.
-
-        Layouts with equal keys can be measured one after the other by the same processes.
+        It serves as a key for the probe processes that run the layout. Layouts with equal keys can
+        be measured one after the other by the same processes.
         """
         shares = tuple(min(1, share) for share in self.shares)
         return Layout(

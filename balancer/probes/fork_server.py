@@ -347,9 +347,9 @@ class BuiltServer(ChildServer):
         return self._serves
 
     def read_log(self) -> bytes:
-        """Return nothing:
+        """Return nothing, because the copy has no log.
 
-        the copy has no log, because it writes to the streams of its processes.
+        It writes to the streams of its processes.
         """
         return b""
 

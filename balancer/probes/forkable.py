@@ -73,9 +73,7 @@ class BuildWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager:
-
-        note each environment variable about the rank that the user's code reads.
+        """Context manager that notes which environment variables about the rank are read.
 
         It replaces the lookup of `os.environ` meanwhile.
         """

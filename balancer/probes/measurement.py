@@ -371,9 +371,9 @@ class Measurement:
         )
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """Return how a rank spent its time in a block:
+        """Return how a rank spent its time in a block of steps.
 
-        data loading, optimizer, waiting for cores.
+        The parts are data loading, the optimizer, waiting for cores and idle time, in seconds.
         """
         idle = None
         if self._ranks.own_cores and len(self._ranks.positions) == 1:

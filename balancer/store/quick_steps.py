@@ -46,11 +46,10 @@ ALIKE_WINDOWS = 4
 
 
 class QuickWindow(NamedTuple):
-    """A window of training steps:
+    """Quick-step time of a window of training steps, and the speed of its CPU core.
 
-    its quick-step time, and the speed of its CPU core, in seconds.
-
-    The core's speed is the time that a fixed matrix product took beside the steps.
+    Both are in seconds. The core's speed is the time that a fixed matrix product took beside the
+    steps.
     """
 
     step_s: float  # of a quick step, per sample

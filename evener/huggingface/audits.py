@@ -74,10 +74,7 @@ class TrainerAudit:
 
 
 class TrainerComputations:
-    """Computes a Trainer's loss for a few rows in different ways:
-
-    at once, or divided into parts.
-    """
+    """Computes a Trainer's loss for a few rows in different ways, at once or in parts."""
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
         self._trainer = trainer

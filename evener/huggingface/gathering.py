@@ -65,9 +65,9 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
 
 
 class _Piece(NamedTuple):
-    """The rows now being computed:
+    """The rows now being computed.
 
-    a gradient-accumulation pass, or a piece of one after a retry.
+    They are a gradient-accumulation pass, or a piece of one after a retry.
     """
 
     rows: int

@@ -137,9 +137,9 @@ class Workers:
         return True
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Return functions that replace methods of the model:
+        """Return functions that replace methods of the model, by name.
 
-        saving files and training on one batch.
+        They save files, and train or test on one batch.
         """
         # the processes can share weights only if they exist before the first batch
         model, rank = self.model, self.group.rank
@@ -214,11 +214,10 @@ class Workers:
         return type(self.model).predict_step(self.model, data)
 
     def around_training(self, run: Steps) -> Steps:
-        """Wrap Keras' train function:
+        """Wrap Keras' train function to survive running out of memory and to change shares.
 
-        retry after running out of memory, check data, change shares.
-
-        Without passes, running out of memory raises DeviceError.
+        After the first step, the wrapper also checks that all processes have the same data. Without
+        passes, running out of memory raises DeviceError.
         """
         step = run
         if self.cut.in_passes and not overrides(self.model, "train_step"):
@@ -621,9 +620,7 @@ def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
 
 @contextmanager
 def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
-    """Context manager:
-
-    batch normalization uses the rows of all processes, if it is synchronized.
+    """Context manager in which synchronized batch normalization uses all processes' rows.
 
     `size` is this process's row count.
     """

@@ -101,9 +101,9 @@ class Split:
             tf_devices.check_present(self.devices)
 
     def _make_changing_cut(self, rebalance: bool) -> ChangingCut | None:
-        """Return the cut for changing shares, or None if they don't change.
+        """Return a division of batches that can change in training; None without `rebalance`.
 
-        Raises RequestError if they can't change with this engine.
+        Raises RequestError if the engine can't change shares during training.
         """
         if self.engine == "multiworker":
             check_options({"rebalance": rebalance}, self.required_group)

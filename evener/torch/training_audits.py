@@ -869,9 +869,7 @@ def is_sharded_model(models: Iterable[Any]) -> bool:
 def make_share_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return what an audit compares:
-
-    a few rows as one batch, and in the parts of unequal shares.
+    """Return what an audit compares: a few rows as one batch, and in unequal shares.
 
     Arguments:
 

@@ -35,9 +35,9 @@ COPIED, SAMPLED = 1 << 14, 64
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """One forward and backward pass of an audit:
+    """One forward and backward pass of an audit.
 
-    a function that returns its loss, and its weight.
+    It has a function that returns the pass's loss, and the loss's weight.
     """
 
     loss: Callable[[], Any]  # returns the loss of the pass

@@ -28,11 +28,10 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class KnownPasses(msgspec.Struct):
-    """What earlier audits found out about a loss:
+    """What earlier audits have found out about a loss.
 
-    its dtypes, and whether it draws random numbers.
-
-    `draws` is None if that isn't known yet.
+    This is its dtypes, and whether it draws random numbers. `draws` is None if that isn't known
+    yet.
     """
 
     computed: set[torch.dtype] = set()

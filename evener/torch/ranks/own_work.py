@@ -1,4 +1,4 @@
-"""Time the steps of one rank: its own work, and its waits for ranks and data.
+"""Measures the steps of one rank: how long it computes, and waits for other ranks and data.
 
 Own work is the time in which the rank computes. It ends when the rank's last gradient is ready; the
 backward pass ends later, with an all-reduce, at the same time on every rank. A step is divided into
@@ -130,7 +130,7 @@ class GpuClock:
         self._free: list[Any] = []
 
     def mark(self) -> Any:
-        """Record an event after the work that is queued on the GPU."""
+        """Record a CUDA event behind the work that is queued on the GPU, and return it."""
         event = self._free.pop() if self._free else self._make_event(enable_timing=True)
         event.record(self._find_stream(self._device))
         return event
@@ -142,7 +142,7 @@ class GpuClock:
     computed_by_all = computed
 
     def is_past(self, mark: Any) -> bool:
-        """Return whether the GPU has reached a mark."""
+        """Return whether the GPU has reached the event."""
         return bool(mark.query())
 
     def is_captured(self) -> bool:
@@ -150,7 +150,7 @@ class GpuClock:
         return bool(torch.cuda.is_current_stream_capturing())
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks that the GPU has reached."""
+        """Return the seconds between two events that the GPU has reached."""
         return float(start.elapsed_time(end)) / 1e3
 
     def reuse(self, marks: Sequence[Any]) -> None:
@@ -198,7 +198,7 @@ class _CpuTimes:
         self.all_own_s = math.nan  # CPU time of all threads in own work
 
     def note_gradients(self) -> None:
-        """Measure the CPU times when the last gradient is ready."""
+        """Measure the CPU times, now that the batch's last gradient is ready."""
         own_thread = get_ident() == self._thread
         self.own_s = self._clock.computed() - self._began_s if own_thread else math.nan
         self.all_own_s = self._clock.computed_by_all() - self._all_began_s
@@ -238,7 +238,7 @@ class _Untimed(msgspec.Struct):
 
 
 class _StepDurations(NamedTuple):
-    """Durations of a step's phases, in seconds."""
+    """How long the phases of one training step took, in seconds."""
 
     spans: Mapping[Phase, float]  # from the batch's arrival until the next batch is requested
     last_s: float  # after the last mark
@@ -397,7 +397,7 @@ class StepTimer:
             self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
-        """Return the bytes that the loop's thread has written since the last call."""
+        """Return how many bytes the training loop's thread has written since the last call."""
         if self._writes is None:
             # no batch has begun yet
             return 0
@@ -488,7 +488,7 @@ class StepTimer:
             self._enter(OWN, FILES)
 
     def note_update(self) -> None:
-        """Record the start of an optimizer's step."""
+        """Record that an optimizer's step begins."""
         self._applied = True
         self._updates += 1
         if not self._timed:
@@ -516,7 +516,7 @@ class StepTimer:
         self._enter(UPDATE, SUM, BETWEEN, FILES, PREPARATION)
 
     def note_updated(self) -> None:
-        """Record the end of an optimizer's step."""
+        """Record that an optimizer's step has ended."""
         if self._timed:
             self._enter(BETWEEN, UPDATE)
         elif self._doing == UPDATE:
@@ -587,7 +587,7 @@ class StepTimer:
             self._enter(before, SUM)
 
     def begin_wait(self) -> bool:
-        """If the rank is computing, count time as waiting from now on; return whether it was."""
+        """Begin a wait for other ranks within a pass; return False if the rank isn't computing."""
         if self._doing == OWN:
             self._doing = SUM
             return True
@@ -643,12 +643,12 @@ class StepTimer:
         return self._computed or self._applied
 
     def start_loop(self) -> None:
-        """Begin timing when a loop requests its first batch."""
+        """Begin to measure a training loop, which requests its first batch."""
         if self._asked is None and not self._marks and self._doing is None:
             self.finish()
 
     def _finish_untimed(self, counts: bool) -> None:
-        """End a batch that isn't timed."""
+        """End a batch whose phases aren't timed; `counts` is whether it was a training step."""
         # A batch is a step if its gradients were computed or an optimizer stepped.
         if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
             self._note_untimed_files()
@@ -713,7 +713,7 @@ class StepTimer:
             self._begin_between()
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
-        """Return the times of the last `count` steps, as far as the device has finished them.
+        """Return the durations of the last `count` steps, without those still being computed.
 
         The oldest comes first.
         """
@@ -756,7 +756,7 @@ class StepTimer:
         self.sums.add(weighted, sum(weighted[1:PARTS_END]), seconds)
 
     def last_steps(self) -> tuple[LastStep, ...]:
-        """Return the breakdown of the last steps for the monitor."""
+        """Return for the monitor what the last steps spent their time on."""
         return tuple(
             LastStep(step.number, *_join_parts(step.sums)) for step in self.last(MOST_STEPS)
         )
@@ -799,7 +799,7 @@ class StepTimer:
         )
 
     def _make_timed_step(self, marked: _MarkedStep, spent: _StepDurations) -> TimedStep:
-        """Return a step with its durations, NaN where one is unknown."""
+        """Return a step's durations as a TimedStep, with NaN where one is unknown."""
         phase_seconds = _list_ended_phases(marked, spent)
         own_s, waiting_s = (phase_seconds.get(phase, math.nan) for phase in (OWN, SUM))
         cpu, are_parts_known = marked.cpu, self.has_own_work
@@ -913,7 +913,10 @@ def _total_phases(
 
 
 def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> None:
-    """Count the estimated time of a validation's last batch as validation, not as other time."""
+    """Count the estimated time of a validation's last batch as validation.
+
+    Nothing marks the end of that batch, so it was counted as time between steps.
+    """
     # `spans` has the durations of phases, and is changed. `rest_s` is the time since the last batch
     # began, which so far counts as time between steps. `batches` is the validation's number of
     # batches. The last batch is assumed to take as long as each of the others.
@@ -962,7 +965,7 @@ RETREATS = "evener/retreats"  # key of the lines that other ranks write for rank
 
 
 class StepReporter:
-    """Reports a rank's steps to the monitor, and on rank 0 to the journal.
+    """Reports a rank's training steps to evener's monitor, and on rank 0 to the journal.
 
     Arguments:
 
@@ -1001,7 +1004,10 @@ class StepReporter:
         )
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report a finished step with this rank's rows, and its tokens without and with padding."""
+        """Report a finished training step.
+
+        `rows` are the rows of this rank, and `tokens` their tokens without and with padding.
+        """
         if self.shares is self._described and self.reporter.count(rows, tokens):
             return
         self._described = self.shares
@@ -1053,7 +1059,7 @@ class StepReporter:
         return self._memory
 
     def close(self) -> None:
-        """Send a last report, and stop."""
+        """Send the last report, and stop reporting."""
         self._collect_retreats()
         self._memory_at = -math.inf
         self.reporter.close()

@@ -1,4 +1,4 @@
-"""End a rank with an explanation when another rank has ended, instead of waiting for it."""
+"""Ends a rank with an explanation if another rank is lost, so that it doesn't wait forever."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ExitNote(msgspec.Struct, frozen=True):
     exchanges: dict[str, int] = {}  # number of collectives that it has started, by process group
 
     def describe(self, rank: int) -> str:
-        """Return the sentence that other ranks print about this rank's end."""
+        """Return a sentence for other ranks about how the rank `rank` has ended."""
         end = "ended", self.error
         if self.error is None:
             end = "doesn't answer", "it was killed, ended early, or its machine is gone"
@@ -94,7 +94,7 @@ class PeerWatcher:
         return f"evener/{self._number}/{name}/{rank}"
 
     def note(self, error: str) -> None:
-        """Write why this rank ends, for the other ranks; "" means without an error."""
+        """Tell the other ranks that this one ends, and with which error; "" means without one."""
         if self._noted_error is None:
             self._noted_error = error
             note = ExitNote(error, self._read_progress()[0], count_exchanges())
@@ -120,7 +120,7 @@ class PeerWatcher:
         self._read_notes()
 
     def _read_notes(self) -> None:
-        """Read the exit notes of other ranks."""
+        """Read what other ranks have written at their end."""
         try:
             for each in self._ranks - self.notes.keys():
                 gone, key = self._has_exited(each), self._key("ended", each)
@@ -146,9 +146,9 @@ class PeerWatcher:
             return True
 
     def explain(self) -> str:
-        """Return which rank was lost and why, after a collective has failed.
+        """Return a sentence that says which rank was lost and why, after a failed collective.
 
-        This waits up to 3 seconds for other ranks' exit notes.
+        This waits up to 3 seconds for what other ranks write at their end.
         """
         self._noted_error, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
@@ -172,7 +172,7 @@ class PeerWatcher:
         return self.notes[rank].describe(rank)
 
     def _wait_for_gpu(self) -> Thread:
-        """Return a thread that ends when the GPU has finished its work."""
+        """Start a thread that ends when the GPU has finished its work, and return the thread."""
         # Without a GPU, it ends at once. Any call to the GPU may block until the GPU has finished
         # its work, so the caller only checks the thread.
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
@@ -213,7 +213,7 @@ class PeerWatcher:
         return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
     def _exit(self) -> None:
-        """Print the main thread's error and which rank was lost, then end this process."""
+        """Print this rank's error and which rank was lost, then end the process."""
         error = find_error()
         if isinstance(error, Exception):
             sys.excepthook(type(error), error, error.__traceback__)
@@ -242,7 +242,7 @@ def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any
 
 
 def leave_group() -> None:
-    """Leave the process group, without waiting for ranks that have ended."""
+    """Leave the default process group; don't wait for ranks that have ended."""
     # A reference to the group is held until the interpreter exits. Otherwise a
     # DistributedDataParallel may hold the last one: when it is garbage-collected, it waits for
     # gloo's thread, which may wait for the interpreter's lock to free its tensors.
@@ -261,7 +261,7 @@ def leave_group() -> None:
 
 
 class _ExitActions:
-    """Actions of this process at its exit."""
+    """What this process does when it exits."""
 
     leaves = False  # True if it leaves the process group
     # a method of the newest training run
@@ -269,7 +269,7 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """Print the advice that `advise` returns if this process exits with an error."""
+    """If this process exits with an error, print what `advise` returns for the error."""
     # The process also leaves its process group if `watch_peers` was called.
     _ExitActions.advise = advise
     _register_exit()
@@ -306,7 +306,10 @@ def explain_failure(error: BaseException) -> None:
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Return an error's class and the first line of its message; "" for None and `sys.exit()`."""
+    """Return an error's class and the first line of its message.
+
+    The result is "" for None and `sys.exit()`.
+    """
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     line = str(error).strip().partition("\n")[0]
@@ -322,7 +325,7 @@ def find_error() -> BaseException | None:
 
 
 def is_leaving() -> bool:
-    """Return whether the main thread is leaving the default process group."""
+    """Return whether the main thread is now leaving the default process group."""
     frame = sys._current_frames().get(main_thread().ident or 0)
     while frame is not None and frame.f_code not in LEAVING:
         frame = frame.f_back
@@ -336,7 +339,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Return whether an error means that the connection to another rank was lost."""
+    """Return whether an error says that the connection to another rank was lost."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(s in text for s in _LOST_SIGNS)

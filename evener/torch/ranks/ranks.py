@@ -1,4 +1,4 @@
-"""Find this process's rank, device and share of each batch."""
+"""Finds out this process's rank, its device, and its share of each batch."""
 
 from __future__ import annotations
 
@@ -91,16 +91,15 @@ def _number(name: str, default: int) -> int:
 
 
 def visible_gpus() -> dict[str, int]:
-    """Return the index of each GPU that PyTorch sees, by its UUID such as "GPU-1a2b..."."""
+    """Return the GPUs that PyTorch sees, as a dict from UUID ("GPU-1a2b...") to index."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(count)}
 
 
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
-    """Return the device of this process.
+    """Return the device on which this process trains.
 
     It is the device of `share`, or without one the GPU whose index is the local rank, else the CPU.
-
     `gpus` has indices by UUID. Raises DeviceError if the plan's GPU isn't there.
     """
     if share is not None and is_cpu(share):
@@ -121,12 +120,12 @@ def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int
 
 
 def is_cpu(share: Share) -> bool:
-    """Return whether a share is on a CPU."""
+    """Return whether a plan's share is for a CPU."""
     return share.device.startswith("cpu-")
 
 
 def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
-    """Set the device, threads and memory allocation of this process for training.
+    """Prepare this process to train on a device: its current GPU, threads and memory options.
 
     `share` is None without a plan. `trainings` is the number of processes on the device.
     """
@@ -151,12 +150,15 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 
 
 def fetching_threads(processes: int) -> int:
-    """Return how many threads each of `processes` processes uses to fetch rows."""
+    """Return how many threads a process should use to fetch rows.
+
+    `processes` is the number of processes on this machine.
+    """
     return max(1, min(MOST_FETCHING_THREADS, len(_ALLOWED) // max(2, processes)))
 
 
 def return_memory() -> None:
-    """Let glibc return freed blocks of 256 KiB or more to the system at once."""
+    """Make glibc return freed blocks of 256 KiB or more to the system at once."""
     # a sharded model, gathered layer by layer, would otherwise leave gaps as large as the model
     _tell_glibc({_MMAP_THRESHOLD: LARGE_BYTES})
 
@@ -218,14 +220,14 @@ def exchange_values(
 
 @cache
 def _open_store() -> Any:
-    """Return the store of the rendezvous by environment variables."""
+    """Connect to the key-value store that torchrun's environment variables name."""
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     store, _, _ = next(dist.rendezvous("env://"))
     return store
 
 
 def join(device: Any, backend: str | None) -> None:
-    """Create the default process group, unless there is one.
+    """Create the default process group, unless the program has created one.
 
     A `backend` of None means NCCL and gloo for GPUs, and gloo for CPUs.
     """
@@ -270,7 +272,7 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> Share:
-        """This rank's share, with its current number of rows."""
+        """This rank's share in the plan, with its current number of rows."""
         batch, micro = self.batches[self.rank], self.micros[self.rank]
         return msgspec.structs.replace(self.shares[self.rank], batch=batch, micro=micro)
 
@@ -281,7 +283,7 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def global_batch(self) -> int:
-        """Rows of a global batch on all ranks together."""
+        """Rows in a global batch, over all ranks."""
         return sum(self.batches)
 
     @property
@@ -297,14 +299,14 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def pass_rows(self) -> Iterator[int]:
-        """Row counts of all passes of a global batch."""
+        """Row counts of the gradient-accumulation passes of a global batch, over all ranks."""
         return (
             rows for each in zip(self.batches, self.passes, strict=True) for rows in even(*each)
         )
 
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """Return the plan given as an object or a path; for None, the plan of `evener launch`.
+    """Return the plan, given as an object or a path; for None, the plan of `evener launch`.
 
     The result is None if there is no plan.
     """
@@ -323,7 +325,7 @@ def find_shares(
     strict: bool = False,
     device: Any = None,
 ) -> RankShares:
-    """Return the shares of all ranks, from a plan or from ratios.
+    """Return how many rows each rank computes, by a plan or by ratios.
 
     All ranks have to call this with the same arguments.
 

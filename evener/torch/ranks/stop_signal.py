@@ -1,4 +1,4 @@
-"""Detect SIGTERM on any rank, and stop all ranks at the same step.
+"""Stops all ranks at the same step when one of them receives SIGTERM.
 
 SLURM, Kubernetes and spot machines send SIGTERM some time before they kill a job, perhaps to one
 rank only. Ranks that stop at different steps would wait for each other forever. So the ranks check
@@ -43,7 +43,7 @@ class StopSignal:
             self._earlier = signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
-        """Signal handler for SIGTERM."""
+        """Signal handler that records SIGTERM."""
         # the signal may arrive more than once: from the launcher, and from the program that stops
         # the launcher
         self._received = True
@@ -51,7 +51,7 @@ class StopSignal:
             self._earlier(number, frame)
 
     def close(self) -> None:
-        """Restore the earlier signal handler."""
+        """Restore the SIGTERM handler from before."""
         if signal.getsignal(signal.SIGTERM) == self._receive:
             signal.signal(signal.SIGTERM, self._earlier)
 

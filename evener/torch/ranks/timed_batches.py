@@ -1,4 +1,4 @@
-"""Choose the batches whose phases are timed, so that timing takes little host time.
+"""Chooses which batches a step timer measures, because measuring takes host time.
 
 Recording a GPU event takes the host 5 to 30 us, and a batch has five or six events. That is 1 to 2
 % of a step of 10 ms. On a CPU, adding up a batch's phases takes 3 to 15 us. It takes longer if the
@@ -50,7 +50,10 @@ class TimedBatches:
         self._block_at = 0.0  # the clock's seconds at the start of the newest block
 
     def is_timed(self, number: int) -> bool:
-        """Return whether batch `number` is timed. Call it for each batch, in order."""
+        """Return whether the batch with this number is measured.
+
+        Call it for each batch, in order.
+        """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()
         return self._is_chosen(number)
@@ -66,7 +69,10 @@ class TimedBatches:
         return chosen if chosen < next_block else next_block
 
     def _find_chosen(self, group: int) -> int:
-        """Return the number of the timed batch in a group of `stride` batches."""
+        """Return the number of the measured batch in a group of `stride` batches.
+
+        `group` is the group's index.
+        """
         part = group * GOLDEN % RANGE
         return group * self.stride + part * self.stride // RANGE
 
@@ -74,7 +80,7 @@ class TimedBatches:
         return number == self._find_chosen(number // self.stride)
 
     def _choose_stride(self) -> None:
-        """Choose the stride from the duration of the last batches."""
+        """Choose the size of groups by how long the latest batches took."""
         now = self._clock()
         batch_s = (now - self._block_at) / BLOCK_BATCHES
         is_first = not self._block_at

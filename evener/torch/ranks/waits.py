@@ -26,7 +26,7 @@ def time_waits(timer: Any) -> None:
 
 
 def _is_current(stream: Any) -> bool:
-    """Return whether a stream is the current one of its device."""
+    """Return whether a CUDA stream is the one on which this thread computes."""
     # FSDP's other streams also wait before they communicate, but that doesn't delay the
     # computation, and timing a wait takes microseconds
     return bool(stream == torch.cuda.current_stream(stream.device))

@@ -1,1 +1,1 @@
-"""Sharding of model parameters, gradients and optimizer state over ranks, in unequal parts."""
+"""Sharding of a model over ranks in unequal parts: parameters, gradients and optimizer state."""

@@ -1,4 +1,4 @@
-"""Save the adapters of a sharded PEFT model."""
+"""Saves the adapters of a PEFT model that is sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:
 
 
 def export_adapters(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the adapters to `folder` in PEFT's own file format, replacing older files."""
+    """Write a PEFT model's adapters to `folder` in PEFT's own format, replacing older files."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters-") as made:
         model.save_pretrained(made, state_dict=dict(tensors))
         paths = [path for path in Path(made).rglob("*") if path.is_file()]

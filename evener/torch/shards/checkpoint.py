@@ -1,8 +1,9 @@
-"""Checkpoints of a sharded model, with whole tensors that any number of ranks can load.
+"""Checkpoints of a sharded model, which can be loaded with another number of ranks.
 
-A checkpoint is a folder with safetensors files, written one unit at a time, and an index that
-transformers can also read. It can be loaded with any shares, or by PyTorch alone. The index is
-replaced atomically once its files are on disk, so the old checkpoint stays intact until then.
+A checkpoint is a folder with safetensors files, written one unit (a group of layers) at a time, and
+an index that transformers can also read. It can be loaded with any shares, or by PyTorch alone. The
+index is replaced atomically once its files are on disk, so the old checkpoint stays intact until
+then.
 
 For a model with PEFT's adapters, the folder has the trained parameters and PEFT's own files. Packed
 (4-bit) weights aren't written, because they are frozen and the program loads them itself.
@@ -72,7 +73,7 @@ def find_sharded(model: Any) -> Sharded | WholeModel:
 
 
 def model_state(model: Any) -> Tensors:
-    """Return the unsharded state dict of a sharded model, on the CPU.
+    """Gather the state dict of a sharded model on rank 0, with whole tensors on the CPU.
 
     Every rank has to call this. Ranks other than 0 get an empty dict.
     """
@@ -85,10 +86,10 @@ def model_state(model: Any) -> Tensors:
 
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """Return the unsharded state dict of a sharded model's optimizer, on the CPU.
+    """Gather the state dict of a sharded model's optimizer on rank 0, with whole tensors.
 
-    Every rank has to call this. Ranks other than 0 get an empty dict. Raises RequestError if the
-    optimizer has no sharded parameters and there are several ranks.
+    Every rank has to call this. The tensors are on the CPU. Ranks other than 0 get an empty dict.
+    Raises RequestError if the optimizer has no sharded parameters and there are several ranks.
     """
     sharded = find(optimizer)
     if sharded is None and is_alone():
@@ -136,7 +137,7 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
 
 def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """Yield CPU copies of `tensors` on rank 0, in dicts of about 1 GiB."""
+    """On rank 0, yield copies of `tensors` on the CPU, in dicts of about 1 GiB."""
     # Each dict has at least FILE_BYTES, except the last one.
     if sharded.place.rank:
         return
@@ -153,9 +154,9 @@ def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Ite
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _gather_parameters(flat: Flat, shard: torch.Tensor) -> Tensors:
-    """Gather a flat tensor from all ranks, and return its parameters on rank 0.
+    """Gather a flat tensor from all ranks; on rank 0, return its parameters by name.
 
-    Other ranks get an empty dict.
+    `shard` is this rank's part of it. Other ranks get an empty dict.
     """
     # `shard` is this rank's part of the parameters or of an optimizer state
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
@@ -210,7 +211,7 @@ def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the optimizer states that are sharded like the parameter."""
+    """Return the names of an optimizer's states that are cut into shards, such as "exp_avg"."""
     # all with an axis, such as "exp_avg"; step counters have none
     return [kind for kind, value in state.items() if _is_shard(value)]
 
@@ -230,7 +231,7 @@ def _is_shard(value: Any) -> bool:
 
 
 def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
-    """Return the names of the optimizer's parameters in the order of its groups."""
+    """Return the names of the parameters that an optimizer trains, in the order of its groups."""
     names = {id(slot.piece): slot.names[0] for slot in sharded.slots}
     return [
         names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
@@ -238,7 +239,7 @@ def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups in a form that JSON can store."""
+    """Return the optimizer's parameter groups, such as learning rates, in a form for JSON."""
     # "params" becomes the number of parameters in the group
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
@@ -384,20 +385,19 @@ def _agree(fault: str, remedy: str) -> None:
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-    """Load a checkpoint that `save` wrote, and return its `extra`.
+    """Load a checkpoint that `save` wrote into a model, and return the checkpoint's `extra`.
 
     Every rank has to call this. The number of ranks and their parts may differ from those at
-    saving. Raises RequestError if the checkpoint doesn't fit the model or can't be read. Without
-    `optimizer`, no optimizer state is loaded.
+    saving. Raises RequestError if the checkpoint doesn't fit the model or can't be read.
     """
     # rank 0 reads the checkpoint, one unit at a time
     return _load(folder, model, find_sharded(model), optimizer)
 
 
 def load_whole(folder: str | os.PathLike[str], model: Any, optimizer: Any) -> Any:
-    """Load a checkpoint into an unsharded model and its optimizer, and return `extra`.
+    """Load a sharded model's checkpoint into an unsharded model and its optimizer.
 
-    Every rank has to call this. Otherwise like `load`.
+    Returns the checkpoint's `extra`.
     """
     return _load(folder, model, WholeModel(model), optimizer)
 
@@ -582,7 +582,7 @@ class _Reader:
         return tensors
 
     def read_buffers(self, model: Any) -> None:
-        """Copy the checkpoint's buffers into the model's on every rank."""
+        """Copy the buffers in the checkpoint to the model's own, on every rank."""
         names = [name for name in _buffers(model) if name in self._maps]
         for name in _from_first(names):
             buffer = model.get_buffer(name)

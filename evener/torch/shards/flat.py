@@ -1,4 +1,4 @@
-"""Flat parameters: a unit's parameters as one tensor that is divided between the ranks."""
+"""The parameters of a module as one flat tensor, which is cut into a shard for each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .slot import Slot, byte_count
 
 
 class Flat:
-    """Parameters of a unit as one flat tensor, of which each rank holds a part, its shard.
+    """Parameters of a module as one flat tensor, of which each rank holds a part (a shard).
 
     Arguments:
 
@@ -81,7 +81,7 @@ class Flat:
             dist.broadcast(filled, 0)
 
     def range_of(self, slot: Slot) -> tuple[int, int]:
-        """Return the start and stop of a parameter's elements in this rank's shard, or (0, 0)."""
+        """Return where a parameter begins and ends in this rank's shard; (0, 0) outside of it."""
         low, high = max(slot.start, self.start), min(slot.start + slot.numel, self.stop)
         return (low - self.start, high - self.start) if low < high else (0, 0)
 
@@ -106,7 +106,7 @@ class Flat:
     # ------------------------------------------------------------------ gradients
 
     def send_as_computed(self) -> None:
-        """From now on, send gradients in the dtype of computation if that takes fewer bytes.
+        """From now on, send gradients in the dtype of computation, if that takes fewer bytes.
 
         Every backward pass must then end with a reduction.
         """
@@ -119,7 +119,7 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer for the gradients of all parameters, with zeros at first."""
+        """Return the buffer in which this rank's gradients are collected, with zeros at first."""
         # the reduction from an earlier use of the unit may still be running
         self.receive()
         if self._grads is None:
@@ -129,7 +129,10 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Move a parameter's gradient, multiplied by `weight`, to the unit's gradient buffer."""
+        """Add a parameter's gradient, multiplied by `weight`, to the gradient buffer.
+
+        The parameter is `slot`; its own `.grad` is cleared.
+        """
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # 0 times an infinite gradient would be NaN
@@ -141,7 +144,7 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _collect_gradients(self, weight: float) -> torch.Tensor:
-        """Move all gradients to the gradient buffer, multiply it by `weight` and return it."""
+        """Move all parameters' gradients to the buffer, multiply it by `weight`, and return it."""
         # one copy operation for all gradients costs the host less time than one for each
         buffer = self._open()
         taken = [slot for slot in self.slots if slot.whole.grad is not None]
@@ -159,7 +162,7 @@ class Flat:
         return buffer
 
     def count_gradients(self) -> None:
-        """Count the bytes of gradients that aren't reduced yet in the ledger."""
+        """Record in the ledger how many bytes the parameters' gradients take before reduction."""
         gradients = [slot.whole.grad for slot in self.slots]
         size = sum([gradient.nbytes for gradient in gradients if gradient is not None])
         self.held.add("gathered", size - self._computed_bytes)
@@ -185,7 +188,10 @@ class Flat:
             slot.kept = slot.piece.grad._version
 
     def send(self, weight: float) -> None:
-        """Start to reduce the gradients, multiplied by `weight`, to the ranks that own them."""
+        """Start to sum the gradients over ranks; each rank receives the sums for its own shard.
+
+        This rank's gradients are multiplied by `weight` first.
+        """
         if self._sender is not None:
             self.receive()
             self._send_all(self._sender, weight)
@@ -197,7 +203,7 @@ class Flat:
             self._work = Parts(gradients, self.cuts, self.rank, self._on_nccl).reduce()
 
     def _send_all(self, sender: GradientSender, weight: float) -> None:
-        """Start to send all gradients through `sender`."""
+        """Start to send this rank's gradients to the ranks that own them, through `sender`."""
         gradients = [slot.whole.grad for slot in self.slots]
         self.held.add("gathered", sender.taken_bytes)
         sender.take(weight, gradients)
@@ -210,7 +216,7 @@ class Flat:
         self._work, self._sends = sender.send(), True
 
     def receive(self) -> None:
-        """Wait for the reduction, if one is running, and add its result to this rank's gradient."""
+        """Wait until gradients are summed over ranks, and add the sums to this rank's gradient."""
         if not self._work:
             return
         for work in self._work:
@@ -228,7 +234,7 @@ class Flat:
         self._work, self._grads = [], None
 
     def release_gradients(self) -> None:
-        """Free the memory of this rank's gradient unless a parameter's `.grad` is set."""
+        """Free the memory of this rank's gradient, unless the optimizer still needs it."""
         # the next backward pass allocates it again, so that activations and gradients don't peak
         # together
         if self._grad_shard is None or any(slot.piece.grad is not None for slot in self.slots):
@@ -290,7 +296,7 @@ class Flat:
         shard.add_(summed)
 
     def forget(self) -> None:
-        """Wait for running reductions and discard all gradients."""
+        """Wait for running collectives, and discard all gradients."""
         for work in self._work:
             work.wait()
         self._uncount_gradients()

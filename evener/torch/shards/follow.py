@@ -1,4 +1,4 @@
-"""A rank without rows, which holds a part of a sharded model's state and computes nothing.
+"""A rank without rows in a sharded model: it takes part in collectives without computing.
 
 All ranks of a sharded model run the same gathers and reductions in the same order. A rank without
 rows gets a filler row, whose gradients have weight 0. It computes that row until two consecutive
@@ -39,7 +39,7 @@ class PassRecord:
         self.trained: list[bool] = []  # whether each tensor in the outputs requires a gradient
 
     def is_like(self, other: PassRecord | None) -> bool:
-        """Return whether both passes have the same shapes and collectives."""
+        """Return whether another pass had inputs of the same shapes and the same collectives."""
         if other is None:
             return False
         same = (self.shapes, self.forward, self.backward, self.unsent, self.trained)
@@ -98,7 +98,7 @@ class Follower:
         self._running = self._meetings = None
 
     def end_backward(self) -> None:
-        """Finish the record of the running pass and compare it with the previous one."""
+        """Finish the record of this pass, and compare it with the record of the previous pass."""
         record, self._running, self._meetings = self._running, None, None
         if record is None:
             return

@@ -33,7 +33,7 @@ class Segment:
 
 
 class Gathered:
-    """Block of bytes into which the whole parameters are gathered from all ranks.
+    """Block of bytes into which parameters are gathered from the shards of all ranks.
 
     Arguments:
 
@@ -67,7 +67,7 @@ class Gathered:
         self._copies = self._pair_with(shard, *ranges[place.rank])
 
     def view_of(self, slot: Slot) -> torch.Tensor:
-        """Return a parameter's view of the gathered memory."""
+        """Return a parameter as a view of the gathered memory; the parameter is `slot`."""
         for segment, typed in zip(self.segments, self._typed, strict=True):
             if segment.dtype == slot.computes:
                 first = slot.start - segment.start
@@ -75,19 +75,19 @@ class Gathered:
         raise KeyError(slot.computes)
 
     def gather(self) -> list[Any]:
-        """Allocate the memory, start to gather the parameters, and return the work handles."""
+        """Allocate memory and start to gather the parameters; return the handles to wait for."""
         self._storage.resize_(self.size)
         for target, source in self._copies:  # neither is known to autograd
             target.copy_(source)
         return [] if self._is_single_rank else self._parts.gather()
 
     def free(self) -> None:
-        """Free the memory; the views stay valid for the next gather."""
+        """Free the memory; views of it can be used again after the next gather."""
         self._storage.resize_(0)
 
     @property
     def has_memory(self) -> bool:
-        """Whether memory is allocated at the moment."""
+        """Whether the memory is allocated now."""
         return bool(self._storage.size())
 
     def _byte_of(self, element: int) -> int:

@@ -1,4 +1,4 @@
-"""Shard a model, and adapt optimizers, gradient clipping and GradScaler to the shards."""
+"""Shards a model, and makes gradient clipping, GradScaler and optimizers work with shards."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def cut_model(
     keeps: bool = False,
     casts: Any = None,
 ) -> Sharded:
-    """Replace a model's parameters by this rank's pieces, and return the Sharded.
+    """Replace each parameter of a model by this rank's part of it; return the managing Sharded.
 
     Arguments:
 
@@ -166,14 +166,14 @@ def cut_model(
 
 
 def trains_shards_only(model: Any) -> bool:
-    """Return whether all of the model's trained parameters are sharded."""
+    """Return whether every trained parameter of the model is sharded."""
     # gradients are then reduced unit by unit, and no rank has the gradient of a few rows
     sharded = getattr(model, "exchange", None)
     return isinstance(sharded, Sharded) and sharded.whole is None
 
 
 def _check_supported(training: PlannedTraining, model: Any) -> None:
-    """Raise a RequestError if the model or an option of the training doesn't allow sharding."""
+    """Raise a RequestError if the model, or an option of the training run, can't be sharded."""
     check_normalization(model, training.weights.weigh, training.world)
     check_exchange(model)
     if find_wrapper(model) is not None or is_sharded(model) or unwrap_compiled(model) is not model:
@@ -192,7 +192,10 @@ def _check_supported(training: PlannedTraining, model: Any) -> None:
 
 
 def check_buffers(model: Any) -> None:
-    """Raise a RequestError if more of the model's memory is in buffers than in parameters."""
+    """Raise a RequestError if a model has more bytes in buffers than in parameters.
+
+    Buffers aren't sharded: each device would hold them all.
+    """
     held = sum(map(byte_count, model.buffers()))
     if held > sum(map(byte_count, model.parameters())):
         raise RequestError(
@@ -318,7 +321,7 @@ def sum_norms(
 
 
 def _list_shard_gradients() -> set[int]:
-    """Return the ids of all sharded gradients."""
+    """Return the ids of all gradients on this rank that are shards."""
     parameters = [piece for sharded in _all for piece in sharded.pieces]
     return {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
 
@@ -369,13 +372,13 @@ def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
 
 
 def find(optimizer: Any) -> Sharded | None:
-    """Return the sharded model whose parameters the optimizer trains, or None."""
+    """Return the Sharded of the model that an optimizer trains, or None."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return next((each for each in _all if not trained.isdisjoint(map(id, each.parameters))), None)
 
 
 def find_pieces(optimizer: Any) -> bool:
-    """Return whether the optimizer trains any piece of a sharded parameter."""
+    """Return whether an optimizer trains a piece of any sharded parameter."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(not trained.isdisjoint(map(id, each.pieces)) for each in _all)
 
@@ -396,7 +399,7 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
 
 
 def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
-    """Raise a RequestError if the optimizer can't train the pieces of a sharded model."""
+    """Raise a RequestError if an optimizer needs whole parameters, or has replaced ones."""
     # nor parameters from before sharding
     if any(
         parameter in _replaced for group in optimizer.param_groups for parameter in group["params"]

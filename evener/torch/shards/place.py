@@ -48,7 +48,7 @@ ALIGNED = 8
 
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Return the start and stop of each rank's elements, in proportion to `parts`.
+    """Divide elements among ranks in proportion to `parts`; return start and stop of each.
 
     Boundaries are multiples of ALIGNED elements, so the last stop may be above `elements`.
     """
@@ -79,7 +79,7 @@ class Parts:
         self.own = self._parts[rank]
 
     def gather(self) -> list[Any]:
-        """Start to fill the tensor with the parts of all ranks, and return the work handles."""
+        """Start to fill the tensor with the parts of all ranks; return the handles to wait for."""
         return run_own(("gather", *self._kind), self._gather)
 
     def _gather(self) -> list[Any]:
@@ -94,7 +94,7 @@ class Parts:
         return [dist.all_gather(self._parts, self.own, async_op=True)]
 
     def reduce(self) -> list[Any]:
-        """Start to sum the tensor over all ranks, and return the work handles.
+        """Start to sum the tensor over all ranks; return the handles to wait for.
 
         Each rank gets the sum of its own part.
         """

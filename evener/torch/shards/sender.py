@@ -28,9 +28,9 @@ HEADER = 16  # bytes before each part, for the sender's weight
 
 
 class DtypeRange(NamedTuple):
-    """Elements of one dtype in a flat tensor, and where a rank's part has them in bytes.
+    """Elements of one dtype in a rank's part of a flat tensor.
 
-    `start` and `stop` are element indices, and `byte` is the offset.
+    `start` and `stop` are element indices, and `byte` is the offset in the part.
     """
 
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class GradientCopy(NamedTuple):
 
 
 class GradientSender:
-    """Sends the gradients of a flat tensor to the ranks that own them, in an all-to-all.
+    """Sends gradients of a flat tensor to the ranks that hold their shards, by an all-to-all.
 
     Arguments:
 
@@ -123,7 +123,7 @@ class GradientSender:
         return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy gradients, or zeros for None, into the memory to send, and set their weight."""
+        """Copy this rank's gradients (zeros for None) and its weight to the memory to send."""
         if weight != self._weight:
             self._weight = weight
             self._weights.fill_(weight)
@@ -135,7 +135,7 @@ class GradientSender:
             self._fill(dtype, copies, gradients)
 
     def send(self) -> list[Any]:
-        """Start to exchange the gradients with the other ranks, and return the work handles."""
+        """Start the exchange of gradients with the other ranks; return the handles to wait for."""
         self._received.untyped_storage().resize_(len(self._received))
         return [run_own("exchange", self._exchange)]
 
@@ -167,9 +167,9 @@ class GradientSender:
             copy_each(targets, sources)
 
     def add_up(self, total: torch.Tensor) -> None:
-        """Write the weighted sum of all ranks' gradients to `total`, and free the memory.
+        """Write the gradients of all ranks, added up with their weights, to `total`.
 
-        Call this after the work of `send` is done.
+        Then free the memory. Call this after the exchange that `send` started is done.
         """
         for (piece, own), theirs in zip(self._own, self._theirs, strict=True):
             part = total[piece.start - self._start : piece.stop - self._start]
@@ -200,7 +200,7 @@ def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
 
 
 def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRange]:
-    """Return the dtype ranges of one rank's part."""
+    """Return the ranges of one dtype in a rank's part, which is elements `start` to `stop`."""
     # the rank has the elements from `start` to `stop` - 1 of a flat tensor
     pieces: list[DtypeRange] = []
     byte = HEADER

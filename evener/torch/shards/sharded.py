@@ -1,9 +1,9 @@
-"""Run the passes of a sharded model: gather units, free them, reduce their gradients.
+"""Runs a sharded model: gathers parameters before they are used, and sums gradients after.
 
-The next unit is prefetched while one computes. Each rank receives the sums for its own shard. A
-rank holds only its shard of a gradient, so each backward pass ends with a reduction. That is so
-also with several backward passes per optimizer step. All ranks compute the same units in the same
-order.
+The model is divided into units, modules whose parameters are gathered and freed together. The next
+unit is prefetched while one computes. Each rank receives the sums for its own shard. A rank holds
+only its shard of a gradient, so each backward pass ends with a reduction. That is so also with
+several backward passes per optimizer step. All ranks compute the same units in the same order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)
 
 
 class Sharded:
-    """Model whose parameters are sharded, with the hooks that gather and reduce them.
+    """Manages a sharded model: its hooks gather parameters, free them and sum gradients.
 
     Arguments:
 
@@ -148,9 +148,9 @@ class Sharded:
                 spread(statistics)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """Return False, or raise a RequestError if any of the parameters is sharded.
+        """Return False, or raise a RequestError if the model shards any of these parameters.
 
-        `parameters` has their ids.
+        `parameters` has their ids. An exchange of gradients asks this of every model.
         """
         # called by an exchange, which can't sum the gradients of sharded parameters
         if not parameters.isdisjoint(map(id, self.parameters)):
@@ -161,7 +161,7 @@ class Sharded:
         return False
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of this rank's gradients in the sum over ranks."""
+        """Set the factor for this rank's gradients when gradients are summed over ranks."""
         self.weight = weight
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
@@ -221,7 +221,7 @@ class Sharded:
         self._last = self.root
 
     def end_forward(self, unit: Unit, outputs: Any) -> None:
-        """Free a unit after its forward pass, unless the backward pass begins with it."""
+        """Free a unit after its forward pass, unless the backward pass begins with this unit."""
         if _in_backward():
             self._follow_outputs(unit, outputs)
             return
@@ -258,7 +258,7 @@ class Sharded:
         return bool(watched)
 
     def cast(self, unit: Unit, inputs: Any) -> Any:
-        """Cast floating-point inputs of the model to the dtype of computation.
+        """Cast the model's floating-point inputs to the dtype in which it computes.
 
         Inputs of other units are returned unchanged.
         """
@@ -269,7 +269,7 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a unit whose parameters are read outside of its own forward method.
+        """Gather a unit because other code reads its parameters, without calling its module.
 
         This happens only while the model computes; the unit stays gathered until the backward pass
         ends.
@@ -284,9 +284,10 @@ class Sharded:
     # ------------------------------------------------------------------ a backward pass
 
     def arm(self, batch: Any) -> None:
-        """Prepare for a backward pass, when its first gradient arrives.
+        """Prepare for the backward pass that has just begun.
 
-        Raises RequestError with `create_graph=True`.
+        `batch` is the batch whose outputs it has reached. Raises RequestError with
+        `create_graph=True`.
         """
         # once per backward pass; for further outputs, only record that it has reached them
         if torch.is_grad_enabled():
@@ -322,7 +323,7 @@ class Sharded:
             before.begin_gather()
 
     def end_backward(self, unit: Unit, is_over: bool = False) -> None:
-        """Start to reduce a unit's gradients, and free its parameters.
+        """Start to sum a unit's gradients over ranks, and free its parameters.
 
         `is_over` is True at the end of the whole backward pass.
         """
@@ -349,7 +350,7 @@ class Sharded:
             self.arm(self._batch)
 
     def _finish_backward(self) -> None:
-        """Reduce the remaining gradients and set `.grad` at the end of a backward pass."""
+        """At the end of a backward pass, sum the remaining gradients and set each `.grad`."""
         if self._follower is not None:
             self._follower.end_backward()
         if self.keeps and not self._sums:
@@ -367,7 +368,7 @@ class Sharded:
             self.done()
 
     def _keep(self) -> None:
-        """Keep the unsharded gradients for the next pass, instead of reducing them."""
+        """Keep this pass's unsharded gradients until a later pass, which sums them over ranks."""
         # until then, parameters stay whole
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()
@@ -375,7 +376,10 @@ class Sharded:
             flat.keep()
 
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
-        """Raise a RequestError if accumulated gradients were cleared before their reduction."""
+        """Raise a RequestError if the user's loop cleared gradients that still had to be summed.
+
+        `is_there` returns whether a parameter's gradient still exists.
+        """
         # `is_there` tells whether a slot's gradient still exists
         waits = self.keeps and self.waits
         if waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
@@ -385,7 +389,7 @@ class Sharded:
             )
 
     def _set_gradients(self) -> None:
-        """Set `.grad` of all parameters whose gradient any rank has computed."""
+        """Set the `.grad` of each parameter for which any rank has computed a gradient."""
         flats = [flat for unit in [self.root, *self.units] for flat in unit.trained]
         fired = [slot.fired for flat in flats for slot in flat.slots]
         fired += self._add_up_whole()
@@ -401,7 +405,10 @@ class Sharded:
             self.whole.set_gradients(used[first:])
 
     def _add_up_whole(self) -> list[bool]:
-        """All-reduce the unsharded gradients, and return which parameters have one on this rank."""
+        """All-reduce the gradients of unsharded parameters, such as adapters.
+
+        Returns which of them have a gradient on this rank.
+        """
         # the result is empty without such parameters, and if a later pass computes the sum
         if self.whole is None:
             return []
@@ -454,7 +461,7 @@ class Sharded:
             self.whole.forget()
 
     def note_state(self, optimizer: Any) -> None:
-        """Count the bytes of the optimizer's state in the ledger."""
+        """Record in the ledger how many bytes the optimizer's state takes."""
         whole = self.whole.parameters if self.whole is not None else []
         self.held.note_state(optimizer, set(map(id, whole)))
 
@@ -471,7 +478,7 @@ class Sharded:
 
 
 class LayerParameters(dict[str, Any]):
-    """Parameters dict of a layer that gathers its unit if a parameter is read during a pass."""
+    """A layer's dict of parameters, which gathers them if code reads one while the model runs."""
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
         super().__init__(unit.module._parameters)
@@ -489,9 +496,9 @@ class UnitHooks:
         self._sharded, self._unit = sharded, unit
 
     def before(self, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Forward pre-hook that gathers the unit and casts its inputs.
+        """Forward pre-hook that gathers the unit's parameters and casts the model's inputs.
 
-        It also marks where the unit's backward pass ends.
+        It also marks the inputs, to notice where the unit's backward pass ends.
         """
         # `_UnitInputs` detects when the unit's backward pass ends
         if torch.compiler.is_compiling():
@@ -516,11 +523,14 @@ class UnitHooks:
         )
 
     def after(self, _: Any, __: Any, outputs: Any) -> None:
-        """Forward hook that frees the unit."""
+        """Forward hook that frees the unit's parameters."""
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
-        """Return the hook that runs after a parameter's gradient was accumulated."""
+        """Return the hook to run when a parameter's gradient has been computed.
+
+        `flat` has the parameter, which is `slot`.
+        """
 
         unit, sharded = self._unit, self._sharded
 

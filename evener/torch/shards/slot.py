@@ -1,7 +1,4 @@
-"""Slots:
-
-a sharded parameter in its three forms, the whole tensor, this rank's piece and the gradient.
-"""
+"""A parameter of a sharded model in its three forms: whole, as a piece, and as a gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from ..private import own_parameters
 
 
 class Slot:
-    """A parameter of a sharded model, with its names and the modules that own it."""
+    """A parameter of a sharded model, with its names, owners, and this rank's piece of it."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape = tensor, tensor.shape  # the original parameter, until it is cut
@@ -34,7 +31,7 @@ class Slot:
         self.received = self.before = False
 
     def is_kept(self) -> bool:
-        """Return whether the piece's gradient is unchanged since the last pass."""
+        """Return whether nothing has changed this parameter's gradient since the last pass."""
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept
 
@@ -45,7 +42,7 @@ class Slot:
         return any(isinstance(module, torch.nn.RNNBase) for module, _ in self.owners)
 
     def find_places(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the dicts in which modules store the parameter, each with its key."""
+        """Return the modules' dicts in which the parameter is stored, each with the key in it."""
         return [
             (own_parameters(module), name)
             for module, name in self.owners

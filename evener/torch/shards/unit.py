@@ -1,4 +1,4 @@
-"""Units: the modules of a model whose parameters are gathered and freed together."""
+"""Units: modules of a sharded model whose parameters are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE_LAYER = 0.3
 
 
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
-    """Return the modules of a model to gather one at a time, by name.
+    """Return the modules of a model that are gathered one at a time, by name.
 
     `wanted` has classes or modules; None chooses repeated blocks and large layers. Raises
     RequestError if the model has none of them.
@@ -106,7 +106,7 @@ def _count(module: Any) -> int:
 
 
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
-    """Return the parameters of each unit by its name; "" stands for the rest of the model.
+    """Return the parameters of each unit, by the unit's name; "" is the rest of the model.
 
     A parameter that several units share belongs to the rest. Raises RequestError for parameters
     that can't be sharded, such as quantized ones.
@@ -131,7 +131,7 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot
 def _walk_with_units(
     path: str, module: Any, unit: str, units: Mapping[int, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the path, the module and the name of the enclosing unit, for each module."""
+    """Yield the path of each module, the module, and the name of the unit that contains it."""
     # `unit` is the name of the unit around `module`, and `units` has names by module id; a module
     # in several places is yielded for each
     unit = units.get(id(module), unit)
@@ -159,7 +159,7 @@ def _check_kind(name: str, tensor: Any) -> None:
 
 
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
-    """Return the dtype in which a parameter is gathered and computes.
+    """Return the dtype in which a sharded parameter is gathered and computes.
 
     Arguments:
 
@@ -185,7 +185,7 @@ def is_lookup(module: Any) -> bool:
 
 
 class Unit:
-    """Module whose parameters are gathered and freed together.
+    """A module of a sharded model whose parameters are gathered and freed together.
 
     Arguments:
 
@@ -230,13 +230,13 @@ class Unit:
         self._kept: list[tuple[dict[str, Any], str, Slot]] = []
 
     def begin_gather(self) -> None:
-        """Start to gather the parameters, unless they are gathered already."""
+        """Start to gather the parameters from all ranks, unless they are gathered already."""
         if not self.gathered and self._work is None:
             self.met(self, True)
             self._work = [work for flat in self.flats for work in flat.gather()]
 
     def gather(self) -> None:
-        """Gather the parameters and make them the module's attributes."""
+        """Gather the parameters from all ranks, and let the module compute with them."""
         if self.gathered and not self.hidden:
             return
         self.begin_gather()
@@ -279,7 +279,7 @@ class Unit:
             flat.free()
 
     def drop(self) -> None:
-        """Free the gathered parameters without waiting for a running gather."""
+        """Free the gathered parameters at once, even if a gather is still running."""
         self._work, self.gathered, self.hidden = None, False, False
         self._point_to_pieces()
         for flat in self.flats:
@@ -287,19 +287,19 @@ class Unit:
                 flat.free()
 
     def count_gradients(self) -> None:
-        """Count the bytes of gradients that aren't reduced yet in the ledger."""
+        """Record in the ledger how many bytes the gradients take before they are summed."""
         for flat in self.trained:
             flat.count_gradients()
 
     def send(self, weight: float) -> None:
-        """Start to reduce the gradients, multiplied by `weight`."""
+        """Start to sum the gradients over ranks, with this rank's multiplied by `weight`."""
         self.met(self, False)
         self.unsent = False
         for flat in self.trained:
             flat.send(weight)
 
     def receive(self) -> None:
-        """Wait for the reduction of the gradients."""
+        """Wait until the gradients are summed over ranks."""
         for flat in self.trained:
             flat.receive()
 
@@ -333,7 +333,7 @@ class Ledger:
         self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
-        """Add `size` bytes to a kind; a negative size means that they were freed."""
+        """Add `size` bytes to a purpose (`kind`); a negative size means that they were freed."""
         now = self.now[kind] + size
         self.now[kind] = now
         total = self._total + size

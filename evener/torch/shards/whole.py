@@ -1,4 +1,4 @@
-"""Unsharded parameters of a sharded model, such as adapters, which every rank holds whole.
+"""Parameters that a sharded model leaves unsharded, such as adapters: each rank has all.
 
 Their gradients are all-reduced once per batch. If only a small part of a model is trained, holding
 it whole on each device costs less than gathering it in every pass. The model's own Parameter
@@ -32,7 +32,7 @@ def count_gathered(
     casts: Any = None,
     received: float | None = None,
 ) -> int:
-    """Return the peak bytes that a rank needs besides its shards and activations.
+    """Estimate the peak bytes that a rank needs besides its shards and its activations.
 
     These are gathered parameters, gradients on their way and unsharded parameters. `received` is
     the bound on received gradients from `bound_received`, or None if gradients are reduced in the
@@ -60,7 +60,7 @@ def count_gathered(
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of a unit's whole parameters, of their gradients and of the reduction buffer."""
+    """How many bytes a unit needs for gathered parameters, their gradients and a sum buffer."""
 
     gathered: int
     gradients: int
@@ -106,7 +106,7 @@ def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
 
 
 class WholeParameters:
-    """Unsharded parameters, such as adapters, whose gradients are all-reduced once per batch.
+    """Unsharded parameters of a sharded model; their gradients are all-reduced once per batch.
 
     Arguments:
 
@@ -141,7 +141,10 @@ class WholeParameters:
                 spread(self.parameters)
 
     def hook(self, begin: Callable[[], None], weight: Callable[[], float]) -> None:
-        """Register gradient hooks that call `begin` and multiply gradients by `weight()`."""
+        """Register hooks on the parameters' gradients.
+
+        They call `begin` first, then multiply each gradient by `weight()`.
+        """
         for slot in self.slots:
             slot.piece.register_hook(lambda _: begin())
             slot.piece.register_post_accumulate_grad_hook(
@@ -149,7 +152,7 @@ class WholeParameters:
             )
 
     def begin(self) -> None:
-        """Set gradients from before the batch aside."""
+        """Set aside the gradients that the parameters have from before this batch."""
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
         for slot in self.slots:
@@ -224,7 +227,7 @@ class WholeParameters:
         self._sums, self._views, self._earlier, self.waits = {}, {}, None, False
 
     def check_kept(self) -> None:
-        """Raise a RequestError if accumulated gradients were cleared before the all-reduce."""
+        """Raise a RequestError if the user's loop cleared gradients before their all-reduce."""
         if self.waits and not all(slot.is_kept() for slot in self.slots if slot.fired):
             raise RequestError(
                 "Gradients were cleared between the passes, or the batches, of a sum.",

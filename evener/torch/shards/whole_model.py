@@ -18,7 +18,7 @@ def is_alone() -> bool:
 
 
 class WholeModel:
-    """Unsharded model with the attributes of Sharded that checkpoints read."""
+    """A model that isn't sharded, with the attributes of Sharded that checkpoints read."""
 
     # without packed (4-bit) weights, which checkpoints don't have
 

@@ -1,1 +1,1 @@
-"""All-reduce of weighted gradients, and other collectives."""
+"""All-reduces of the ranks' gradients with a weight for each rank, and other collectives."""

@@ -1,4 +1,4 @@
-"""Buckets: flat tensors in which gradients are weighted and all-reduced."""
+"""Buckets: flat tensors that collect gradients of several parameters for one all-reduce."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 class Bucket:
-    """Gradients of several parameters in one flat tensor, for a single all-reduce.
+    """Flat tensor with the gradients of several parameters, which a single all-reduce sums.
 
-    The tensor also has a flag for each parameter with a gradient, and a tail of values that ranks
-    compare.
+    The tensor also has a flag for each parameter with a gradient, and at its end (the tail) values
+    by which ranks notice differences.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -71,7 +71,7 @@ class Bucket:
         return self.ids <= came
 
     def check_sent(self) -> None:
-        """Raise a RequestError if a gradient has changed since the bucket was sent."""
+        """Raise a RequestError if a gradient has changed after the bucket was sent."""
         # the sum that is being computed would lack the change
         if self._views[0]._version != self._version:
             raise RequestError(
@@ -81,7 +81,7 @@ class Bucket:
             )
 
     def gather(self) -> None:
-        """Copy gradients into the bucket, and make each `.grad` a view of it."""
+        """Copy the parameters' gradients into the bucket, and make each `.grad` a view of it."""
         # needed again after zero_grad has set gradients to None
         gradients = list(map(GRADIENT, self._parameters))
         self._absent = [place for place, gradient in enumerate(gradients) if gradient is None]
@@ -160,9 +160,9 @@ class Bucket:
         self.flat.zero_()
 
     def weigh(self, weight: float, number: int) -> None:
-        """Gather the gradients, multiply them by `weight` and write the flags.
+        """Fill the bucket for its all-reduce: gradients multiplied by `weight`, and the flags.
 
-        `number` is the batch number that ranks compare.
+        `number` is the batch number, which ranks compare.
         """
         gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
@@ -184,7 +184,7 @@ class Bucket:
             self._hold, self._held_views = None, []
 
     def send(self, group: Any) -> None:
-        """Start the all-reduce."""
+        """Start the bucket's all-reduce over the ranks of a process group."""
         self._version = self._views[0]._version
         self._work = group.allreduce(self._sent)  # dist.all_reduce would take longer to start it
 
@@ -205,9 +205,9 @@ class Bucket:
             self._held_views[place].zero_()
 
     def _make_flags(self, number: int, counts: bool) -> torch.Tensor:
-        """Return the end of the bucket:
+        """Return the last elements of the bucket.
 
-        a flag per parameter with a gradient, and the batch number.
+        They are a flag for each parameter with a gradient, and the batch number.
         """
         # `counts` is False if this rank's weight is 0.
         key = (number, counts, *self._absent)
@@ -225,10 +225,10 @@ class Bucket:
 
 
 def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
-    """Divide parameters into buckets of about `most_bytes` bytes, in the order they fill up.
+    """Divide parameters among buckets of about `most_bytes` bytes, in the order of `parameters`.
 
-    `parameters` are in the order in which their gradients are computed. The first bucket is
-    smaller, to be sent early. A bucket's parameters have one dtype and device.
+    They are in the order in which their gradients are computed. The first bucket is smaller, to be
+    sent early. A bucket's parameters have one dtype and device.
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}
@@ -268,9 +268,9 @@ _FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
-    """Warn if a parameter has a gradient hook other than evener's own.
+    """Warn if the user has registered a hook on a parameter's gradient.
 
-    `own` has the ids of evener's hooks.
+    `own` has the ids of evener's own hooks.
     """
     if any(set(gradient_hooks(parameter)) - own for parameter in parameters):
         warnings.warn(
@@ -291,7 +291,7 @@ class HostCopy:
             self._event.record()
 
     def is_complete(self) -> bool:
-        """Return whether the copy has arrived."""
+        """Return whether the copy is complete."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> list[Any]:
@@ -350,7 +350,7 @@ class TailReader:
 
 
 class Buffers:
-    """Buffers of a module, with a copy that shows whether they change.
+    """A module's buffers, such as BatchNorm's averages, with a copy that shows their changes.
 
     `ignored` has names of buffers to leave out.
     """
@@ -368,7 +368,7 @@ class Buffers:
         return list({id(each): each for name, each in every if name not in self._ignored}.values())
 
     def keep(self) -> bool:
-        """Copy the buffers' values, and return False if they are too large for that."""
+        """Copy the buffers' values, to notice later changes; return False if they are too large."""
         self._kept_at = self._members.buffers_at()
         self._places = self._find_places()
         self._known = []
@@ -381,7 +381,7 @@ class Buffers:
         return True
 
     def add_changes(self, flag: torch.Tensor) -> None:
-        """Add a positive number to `flag` if any buffer has changed or was replaced."""
+        """Add a positive number to `flag` if a buffer has changed since `keep`, or was replaced."""
         # Values are compared, because PyTorch's version counter misses changes by BatchNorm and
         # through `buffer.data`. If `may_differ` is false, there are no buffers.
         may_differ = self._places or self._kept_at != self._members.buffers_at()
@@ -400,7 +400,7 @@ class Buffers:
 
 
 def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a buffer as a tensor of bytes."""
+    """Return a view of a buffer's memory as a tensor of bytes."""
     last = sum(
         (size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
     )
@@ -422,7 +422,7 @@ class EarlierGradients:
         self.opened = self.late = self.apart = False
 
     def open(self, dependent: bool) -> None:
-        """Begin a pass.
+        """Begin a gradient-accumulation pass that may fail.
 
         `dependent` is whether its rows depend on random draws or on one another.
         """
@@ -456,7 +456,7 @@ class EarlierGradients:
                 add_each(*map(list, zip(*added, strict=True)))
 
     def close(self) -> None:
-        """End a pass."""
+        """End a pass; its changes to the gradients can't be undone any more."""
         self.opened = self.late = self.apart = False
 
     def forget_failure(self) -> None:
@@ -464,7 +464,7 @@ class EarlierGradients:
         self.final = None
 
     def fail(self, came: set[int]) -> None:
-        """Undo the changes of a failed pass to the gradients.
+        """Undo what a failed pass has done to the gradients.
 
         `came` has the ids of parameters whose gradients it had completed.
         """

@@ -46,7 +46,7 @@ _sizes: dict[Hashable, int] = {}  # numbers of collectives that calls of `run_ow
 
 
 def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
-    """Return `start()`, and count the collectives that it starts as evener's, not the user's.
+    """Run `start`, count the collectives that it starts as evener's own, and return its result.
 
     Calls with the same `kind` have to start equally many.
     """
@@ -91,9 +91,9 @@ def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_exchanges() -> dict[str, int]:
-    """Return the number of collectives by process group and device type.
+    """Return how many collectives were started, by process group and device type.
 
-    Empty without a process group.
+    The dict is empty without a process group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -103,7 +103,7 @@ def count_exchanges() -> dict[str, int]:
 def gather_rows(
     rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Any
 ) -> torch.Tensor:
-    """Return the rows of all ranks in the order of ranks, with gradients that flow back.
+    """Concatenate the rows of all ranks; gradients flow back to the ranks that sent the rows.
 
     Arguments:
 
@@ -169,7 +169,7 @@ def is_equal_everywhere(value: int, device: torch.device | None, group: Any = No
 
 
 def spread(tensors: Sequence[torch.Tensor], group: Any = None, source: int = 0) -> None:
-    """Copy the tensors of rank `source` to all ranks of a group.
+    """Copy tensors from rank `source` to all ranks of a group, in place.
 
     Every rank has to call this. A `group` of None is the default group.
     """

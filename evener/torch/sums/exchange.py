@@ -72,13 +72,13 @@ def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> li
 
 
 def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the size of a bucket in bytes."""
+    """Return the size of a bucket in bytes, chosen by the size of all parameters."""
     whole = sum(int(parameter.numel()) * int(parameter.element_size()) for parameter in parameters)
     return min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
 
 
 class Exchange:
-    """All-reduces the gradients of a model, each rank's multiplied by its weight.
+    """Sums a model's gradients over ranks, each rank's multiplied by its weight.
 
     Arguments:
 
@@ -159,10 +159,7 @@ class Exchange:
         EXCHANGES.add(self)
 
     def average(self) -> None:
-        """From now on, average gradients over ranks with equal weights:
-
-        the training run has ended.
-        """
+        """Average gradients with equal weights from now on, because the training run has ended."""
         self.begun = lambda *_: None
         self.ready = self.sent = self.done = lambda: None
         self.noise = None
@@ -170,7 +167,10 @@ class Exchange:
         self.weigh(1.0 / self._world)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """Return whether any of the parameters, given by id, is in this exchange."""
+        """Return whether this exchange sums the gradients of any of these parameters.
+
+        `parameters` has their ids.
+        """
         return not self.single_rank and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
@@ -187,7 +187,7 @@ class Exchange:
             spread(tensors, self.group)
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of this rank's gradients from the current backward pass on."""
+        """Set the factor for this rank's gradients, from the current backward pass on."""
         if weight != self.weight and self._unsent:
             for bucket in self._buckets:
                 bucket.fold(self.weight)
@@ -249,7 +249,7 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Register hooks that record which gradients are computed."""
+        """Register hooks that record the order in which gradients are computed."""
         # They aren't needed if the order is known and no parameter has a gradient: any gradient
         # after the backward pass was then computed in it.
         if not self._hooks and (self._order is not None or self.has_gradients()):
@@ -282,7 +282,7 @@ class Exchange:
         self._sync |= sync
 
     def _note_arrived(self) -> None:
-        """Record the gradients that were computed since the last call."""
+        """Record which gradients have been computed since the last call."""
         # reentrant checkpoints that share a layer give it several gradients in a backward pass
         if not self._hooks:
             self._came = {
@@ -370,7 +370,7 @@ class Exchange:
         self.held.close()
 
     def _wait_for_sums(self) -> None:
-        """Wait for the all-reduce, and finish the batch."""
+        """Wait until all gradients are summed, and finish the batch."""
         # read the tail, learn the order of gradients after the first sum, broadcast changed buffers
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
@@ -395,7 +395,10 @@ class Exchange:
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Make new buckets in the order in which the first rank's gradients were computed."""
+        """Make new buckets, in the order in which the first rank computes its gradients.
+
+        `seen` has this rank's parameters in that order, by id.
+        """
         # `seen` has this rank's parameters, by id, in the order of their gradients. From now on,
         # buckets are sent early, unless a parameter got several gradients on some rank.
         place_of = {id(parameter): place for place, parameter in enumerate(self.parameters)}
@@ -428,7 +431,7 @@ class Exchange:
     # ------------------------------------------------------------------ a pass that failed
 
     def open(self, dependent: bool) -> None:
-        """Begin a pass that may be undone.
+        """Begin a gradient-accumulation pass that can be undone if memory runs out.
 
         `dependent` is whether its rows depend on random draws or on one another.
         """
@@ -438,7 +441,7 @@ class Exchange:
         self._listen()
 
     def close(self) -> None:
-        """End a pass that may be undone, on a single rank."""
+        """End such a pass on a single rank; with other ranks, the backward pass ends it."""
         # with other ranks, `_finish_pass` has done it
         if self.single_rank:
             self._armed = False
@@ -450,7 +453,7 @@ class Exchange:
         return not all(map(is_, map(GRADIENT, self.parameters), repeat(None)))
 
     def fail(self) -> None:
-        """Undo the changes of a failed pass to the gradients."""
+        """Undo what a failed pass has done to the gradients, so that it can be retried."""
         _open.pop(self, None)
         self._note_arrived()
         self.held.fail(self._came)
@@ -480,7 +483,7 @@ def _end(task: int) -> None:
 
 
 def is_in_backward(task: int) -> bool:
-    """Return whether an exchange takes part in the backward pass with this id."""
+    """Return whether gradients are being exchanged in the backward pass with this id."""
     return task in _open.values()
 
 

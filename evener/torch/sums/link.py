@@ -1,4 +1,4 @@
-"""Measure latency and bandwidth of all-reduces between devices."""
+"""Measures the latency and bandwidth of all-reduces between devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE_NUMBERS = 1009  # a prime, so that patterns don't repeat at a power of two
 
 
 class LinkSums(NamedTuple):
-    """Measured all-reduces of a group of devices.
+    """Measured speed of all-reduces in a group of devices.
 
     - `latency_seconds`: median time for a single value.
     - `bytes_per_second`: bandwidth per device, counting the bytes that a ring all-reduce sends.
@@ -34,7 +34,7 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """A process that takes part in the measurement with one device."""
+    """A process with one device that takes part in measuring all-reduces."""
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank
@@ -46,10 +46,11 @@ class LinkMember:
     def join(
         self, file: str, world: int, seconds: float, groups: Sequence[tuple[int, ...]]
     ) -> None:
-        """Join the process group of all members, through a store in `file`.
+        """Join the process group of all members, who find each other through a file.
 
         Arguments:
 
+        - `file`: path of the file, the same for all members.
         - `world`: number of members.
         - `seconds`: timeout of collectives.
         - `groups`: members of each group that is measured, by rank.
@@ -67,7 +68,7 @@ class LinkMember:
             self._groups[members] = dist.new_group(list(members))
 
     def measure(self, members: tuple[int, ...]) -> LinkSums:
-        """Measure a group; all of its members have to call this."""
+        """Measure all-reduces of a group of members; all of them have to call this."""
         return measure_sums(self._groups[members], self._rank, members, self._device)
 
 
@@ -95,9 +96,9 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
 def find_wrong(
     add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
 ) -> str:
-    """Return a description of wrong results in an all-reduce of known values, or "".
+    """All-reduce known values, and return a description of wrong results, or "".
 
-    `size` is the number of values.
+    `add_up` is the all-reduce, and `size` the number of values.
     """
     # each rank sends a different pattern, whose sums are exact in float32
     numbers = torch.arange(size, device=device)

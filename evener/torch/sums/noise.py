@@ -1,4 +1,4 @@
-"""Measure the gradient noise scale from the gradients of all ranks."""
+"""Measures the gradient noise scale by comparing the gradients of all ranks with their sum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class RankNoise:
-    """Measures the gradient noise scale, in rows, in one of `every` steps.
+    """Measures the gradient noise scale, in rows, in one of `every` training steps.
 
     It compares the norms of each rank's gradients with the norm of their sum.
     """
@@ -48,7 +48,10 @@ class RankNoise:
         self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch with the given rows per rank, or () if unknown, after `updates` updates."""
+        """Begin a batch with these rows per rank, or () if unknown.
+
+        `updates` is how many optimizer steps came before.
+        """
         if self._sample is not None:
             self._pending.append(self._sample)
             self._sample = None
@@ -56,7 +59,7 @@ class RankNoise:
         self._updates = updates
 
     def note(self, batch: Any) -> None:
-        """Record which batch the current backward pass computes gradients of."""
+        """Note a batch that contributes to the gradients of the current backward pass."""
         if not any(each is batch for each in self._noted):
             self._noted.append(batch)
 
@@ -66,7 +69,7 @@ class RankNoise:
             self._own.append(_norm(bucket.gradients))
 
     def send(self, group: Any) -> None:
-        """Start to sum the squared norms over ranks."""
+        """Start to sum the ranks' squared gradient norms, by an all-reduce."""
         if self._is_sampled():
             sizes = self._rows()
             rows = sizes[dist.get_rank(group)]
@@ -84,7 +87,11 @@ class RankNoise:
         self.steps += 1
 
     def _complete_sample(self, buckets: Iterable[Bucket]) -> _Sample:
-        """Wait for the sum of squared norms, and return it with the squared norm of the sum."""
+        """Return a sample of squared norms.
+
+        It has the row counts of the ranks, the weighted sum of the squared norms of their
+        gradients, and the squared norm of the summed gradient.
+        """
         work, squares_of_ranks = self._sum
         work.wait()
         square_of_sum = _add_squares([_norm(bucket.gradients) for bucket in buckets])
@@ -105,7 +112,7 @@ class RankNoise:
         return self.window.scale()
 
     def describe(self) -> str:
-        """Return the noise scale as a sentence, or "" without one."""
+        """Return a sentence about the noise scale, or "" if it isn't known."""
         found = self.scale()
         return "" if found is None else describe(found, self._batch, self.steps)
 
@@ -120,11 +127,11 @@ class RankNoise:
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
-        """Return the row counts by rank of each batch in this step."""
+        """Return the rows per rank of each batch in this step."""
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
-        """Return the row counts by rank of all batches in this step."""
+        """Return the rows per rank in this step, over all its batches."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
