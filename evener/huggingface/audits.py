@@ -1,11 +1,9 @@
-"""Audits of a Trainer: check that training by shares gives the gradients of the whole batch.
+"""Audits of a Trainer: check that unequal shares give the same gradients as the whole batch.
 
 An audit computes the gradient of a few rows in one pass and by shares, with the trainer's own
 `compute_loss`. The rows of each share are collated separately. Their losses are weighted as in a
-training step.
-
-Under `evener run`, the gradient by shares is compared with the gradient of the program's own
-launcher: the mean of the gradients of equal parts.
+training step. Under `evener run`, the gradient by shares is compared with the gradient that the
+script learns from under its own launcher: the mean of the gradients of equal parts.
 """
 
 from __future__ import annotations
@@ -103,8 +101,8 @@ class TrainerComputations:
         """Return two computations of a few rows that have to give the same gradient.
 
         One divides the rows by shares, as the training does. The other, the reference, computes all
-        rows at once. With `follows_launcher`, the reference is the mean over equal parts, as by the
-        program's own launcher. Variants help to find the cause of a difference.
+        rows at once. With `follows_launcher`, the reference is the mean over equal parts, as under
+        torchrun. Variants help to find the cause of a difference.
         """
         micro = FEW if max(self._trainer._shares.passes) > 1 else 0
         excess = follows_launcher and self._trainer.excess > 1

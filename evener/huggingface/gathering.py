@@ -108,7 +108,7 @@ class Gathering:
 
     @contextmanager
     def local(self, shift: float = 0.0) -> Iterator[None]:
-        """Context manager in which `gather` returns only this rank's values, with `shift` added."""
+        """Context manager in which `gather` returns this rank's values alone, plus `shift`."""
         before, self._local, self._shift = (self._local, self._shift), True, shift
         try:
             yield

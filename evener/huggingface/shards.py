@@ -119,7 +119,7 @@ def keep_no_casts(accelerator: Any) -> None:
 
 
 def _note_device(model: Any, device: torch.device) -> None:
-    """Let accelerate believe that the whole model is on this device."""
+    """Make accelerate assume that the whole model is on this device."""
     # accelerate reads `hf_device_map`.
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "hf_device_map", None):

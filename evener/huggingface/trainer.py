@@ -367,7 +367,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """Factor by which the program's own launcher makes the loss too large.
+        """Factor by which the script's own launcher, such as torchrun, makes the loss too large.
 
         It is 1 unless evener has to train as that launcher does (`keeps_launcher`).
         """

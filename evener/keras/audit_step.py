@@ -157,7 +157,7 @@ class TracedStep:
         return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
     def leave(self, call: StepCall) -> None:
-        """Set the model's attributes to the tensors that its call stored in a plain step."""
+        """Store the tensors of a traced call in the model's attributes, as the call would."""
         # A loss may read tensors that the call stored in attributes.
         self._left.restore()
         self._left.put(call.attributes)

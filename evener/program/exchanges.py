@@ -191,7 +191,7 @@ class Exchanges:
 
     @contextmanager
     def handling_rows(self) -> Iterator[None]:
-        """Context manager for code that can exchange different row counts itself."""
+        """Context manager for code that can itself exchange tensors with different row counts."""
         # in this context, collectives are called unchanged, and exchanging rows is no fault
         before, self._knows_rows = self._knows_rows, True
         try:
@@ -303,7 +303,7 @@ def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
 
 
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
-    """Make the guard treat the collective's output as input data, not as computed values."""
+    """Make the guard treat the collective's output as an input of the step from now on."""
     # how the program computed their previous contents no longer matters
     for tensor in each_tensor_in(call.filled):
         guard.treat_as_input(tensor)

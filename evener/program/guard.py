@@ -419,7 +419,8 @@ class Guard(Recorder):
     def _find_random_count(self, record: LossRecord, counts: int) -> str:
         """Return an error message if the loss is divided by a random count, or "".
 
-        Such a count is, for example, the number of tokens that the program has masked at random.
+        Such a count is, for example, the number of tokens that the user's script has masked at
+        random.
         """
         # the audit has drawn the same numbers for every row, so that all rows count equally
         few = None if self._is_ragged else choose_few_rows(self.batch, self.rows)
@@ -442,7 +443,7 @@ class Guard(Recorder):
         return RANDOM_COUNT.format(*(f"{loss:.6g}" for loss in losses))
 
     def _find_limit(self, record: LossRecord) -> str:
-        """Return why the loss can't be computed with one more row, or "" if it can."""
+        """Return why the script can't compute its loss for one more row, or "" if it can."""
         # Only a tensor with an entry per row that isn't in the batch can be a reason. Then the loss
         # of one more row is tried.
         if not self._finds_sums or self._is_ragged or not record.has_other_rows():
@@ -458,7 +459,7 @@ class Guard(Recorder):
         return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
-        """Return whether the difference only shows that losses are sums over rows.
+        """Return whether gradients differ only because the losses are sums over rows, not means.
 
         If so, `are_sums` becomes True.
         """
@@ -471,12 +472,12 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """Whether the program divides summed gradients by a number that may be its row count."""
+        """Whether the script divides summed gradients by a number that may be its row count."""
         # such a program changes weights or gradients with a number that may count rows
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:
-        """Return a few rows collated by the loader, or None if they can't stand for the batch."""
+        """Return a few rows, collated again by the loader; None if it doesn't collate alike."""
         # The collate function must do more than stack rows, reproduce the batch, and make as many
         # tensors as the batch has. The rows are fetched on the first call only.
         if not self._collated and self._few is not None:
@@ -487,7 +488,7 @@ class Guard(Recorder):
         return self._collated[0] if self._collated else None
 
     def _list_rows(self) -> list[FewRows]:
-        """Return the choices of a few rows to compare, best first."""
+        """Return the possible choices of a few rows for the audit, the best one first."""
         # collated again by the loader, then cut from the batch and chosen to differ, then cut in
         # order
         every = [self._collate_few()]

@@ -1,4 +1,4 @@
-"""Hooks that `evener run` and `evener launch` install in the program's process.
+"""Hooks that `evener run` and `evener launch` install in the process of the user's script.
 
 They let PyTorch's processes rendezvous without a port, check under `evener launch` that the script
 reads its plan, and wrap functions of libraries under `evener run`. Their own code is imported on
@@ -244,7 +244,7 @@ def _has(module: Any, name: str) -> bool:
 
 
 def _import_later(target: str) -> Any:
-    """Return a function that imports its target, such as "group:begin", on the first call."""
+    """Return a function that first imports and then calls `target`, such as "group:begin"."""
     # such as "group:begin", a module of this package and a function in it
     name, _, function = target.partition(":")
     find = attrgetter(function)
@@ -260,7 +260,7 @@ def _import_later(target: str) -> Any:
 
 
 def _import_uncompiled(name: str) -> Any:
-    """Import a module outside of any compiled function."""
+    """Import a module so that torch.compile doesn't trace the import."""
     if "torch._dynamo.eval_frame" not in sys.modules:
         return import_module(name)
     # a compiled function of the program may import it

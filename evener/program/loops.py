@@ -247,10 +247,10 @@ class SharedBatches:
         return EpochBatches(self)
 
     def draw(self, drawn: Iterator[Any], resumes: bool) -> Iterator[Any]:
-        """Yield this rank's share of each global batch, or its own batches without division.
+        """Yield this rank's share of each global batch.
 
-        `drawn` iterates over the batches of the script's own sampler. `resumes` is True if that
-        starts in the middle of an epoch.
+        If rows can't be divided, yield its own batches. `drawn` iterates over the batches of the
+        script's own sampler. `resumes` is True if that starts in the middle of an epoch.
         """
         # One of these is drawn for each batch. A loop may leave an epoch early, and the rows of the
         # next epoch may depend on how far the sampler got.
@@ -399,7 +399,10 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
 
 
 def _check_sizes(every: list[list[Any]]) -> None:
-    """Raise RequestError if batches differ in size between ranks or, before the last one, steps."""
+    """Raise RequestError unless batches have the same size on all ranks and in all steps.
+
+    The batches of the last step may have another size, if it is the same on all ranks.
+    """
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
     # an epoch's last batch may have another number, equal on all ranks
     whole = set.union(*sizes[:-1], sizes[0])

@@ -178,7 +178,7 @@ class Program:
             self._end_strictly(words)
 
     def _find_loader_obstacle(self) -> str:
-        """Say why evener can't follow the script's loop over its loader."""
+        """Return why evener can't follow the script's loop over its loader."""
         # the optimizer trains a wrapped model, so the reason is in the loop's loader
         if self._own_iteration:
             return views.OWN_ITERATION.format(self._own_iteration)
@@ -497,7 +497,7 @@ class Program:
             self._compare_records(loop)
 
     def _drop_guard(self) -> None:
-        """Close the check of this batch's loss if no backward pass has run since."""
+        """Stop recording this batch's loss if no backward pass has used it."""
         if self._guard is not None and not self._guard.done:
             self._guard.close()
             self._guard = None
@@ -548,7 +548,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn if the loss couldn't be compared with that of equal shares."""
+        """Warn if this step's loss couldn't be checked for an effect of unequal shares."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of equal shares: "
@@ -782,7 +782,7 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Note if a scalar in the loss has changed since the last step, perhaps by other ranks."""
+        """Note if a number in the loss has changed, as other ranks' values may be the cause."""
         # The program may have computed such a number from exchanged values. `numbers` are those of
         # the latest step's loss.
         before, self._numbers = self._numbers, numbers

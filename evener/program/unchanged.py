@@ -1,11 +1,10 @@
-"""Time the steps of a program that evener leaves unchanged, for the summary after it exits.
+"""Time the steps of a script that evener leaves unchanged, for the summary after it exits.
 
-Such a program trains in a single process, or in several processes with equal shares.
+Such a script trains in a single process, or in several processes with equal shares.
 `evener.program.install` calls these functions when a DataLoader yields a batch, after a backward
-pass, and when an optimizer steps.
-
-A step usually begins with a batch of a DataLoader. If the program's rows come from no DataLoader, a
-step is the time between two updates of the same optimizer, and its rows are unknown.
+pass, and when an optimizer steps. A step usually begins with a batch of a DataLoader. If the
+script's rows come from no DataLoader, a step is the time between two updates of the same optimizer,
+and its rows are unknown.
 """
 
 from __future__ import annotations

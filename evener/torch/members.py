@@ -58,7 +58,10 @@ class Members:
         self._registered = 0  # buffers and modules that the model has registered
 
     def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
-        """Hook: a module of the model has registered a parameter, a buffer or a submodule."""
+        """Note that `parent` has registered a parameter, buffer or submodule.
+
+        It counts only if `parent` is a module of the model.
+        """
         if id(parent) not in self._modules:
             return
         if parameters:

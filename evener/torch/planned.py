@@ -213,7 +213,7 @@ class PlannedTraining:
                 raise RequestError(difference, same_data.REMEDY)
 
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
-        """Change the shares; the first new batch comes `ahead` batches after the newest.
+        """Change the shares of all batches after the next `ahead` ones.
 
         `micros` are the maximum rows per pass of each rank.
         """

@@ -40,7 +40,7 @@ BatchNorm = _BatchNorm  # the base class of all BatchNorms, also of SyncBatchNor
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call `function` when this thread's backward pass has ended."""
+    """Call `function` when the backward pass that is running in this thread has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -71,7 +71,7 @@ def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def gradient_hooks(parameter: Any) -> list[int]:
-    """Return the ids of a parameter's gradient hooks."""
+    """Return the ids of the hooks that run when a parameter's gradient is computed."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [hook for hooks in both if hooks for hook in hooks]
 
@@ -161,7 +161,10 @@ def is_in_ddp_forward() -> bool:
 
 
 def needs_own_sums(ddp: Any) -> bool:
-    """Return whether a DistributedDataParallel has a communication hook or mixed precision."""
+    """Return whether a DistributedDataParallel has to all-reduce its gradients itself.
+
+    That is so if it has a communication hook or mixed precision.
+    """
     return bool(ddp._comm_hooks) or ddp.mixed_precision is not None
 
 
@@ -213,7 +216,7 @@ def backend_name(group: Any, device: torch.device) -> str:
 
 
 def rendezvous_handlers() -> dict[str, Any]:
-    """Return PyTorch's own dict of rendezvous handlers by scheme, such as "env", for changing."""
+    """Return PyTorch's dict of rendezvous handlers by scheme, such as "env"; it may be changed."""
     found: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     return found
 

@@ -32,7 +32,7 @@ UNKNOWN = -1.0  # stands for NaN in an exchange
 
 
 def raise_no_shares() -> NoReturn:
-    """Raise RequestError, because shares can't be changed if rows are assigned by length."""
+    """Raise RequestError: rebalancing can't change shares if rows are assigned by length."""
     raise RequestError(
         "Rows assigned by length have no shares to rebalance.",
         "Leave rebalance out, or make a new plan.",
@@ -127,7 +127,7 @@ class Rebalancing:
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _medians_of_window(self) -> RankTimes:
-        """Return the medians of this rank's step times in the window that has just ended."""
+        """Return the medians of this rank's step times in the last measurement window."""
         # Steps in which evener checked a loss, or memory ran out, are left out. An unknown
         # own_work_s is 0. It is unknown in a window in which the rows per pass changed, and in
         # SETTLING_WINDOWS windows after memory ran out: the allocator's cache is then empty, and

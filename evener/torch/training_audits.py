@@ -160,7 +160,7 @@ class TrainingAudits:
 
     @property
     def is_due(self) -> bool:
-        """Whether an audit takes place in the current step."""
+        """Whether gradients have to be audited in the current step."""
         return self._due
 
     @property
@@ -205,7 +205,7 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Before a backward pass, check if the loss is computed differently; then audit it soon."""
+        """Before a backward pass, note if the loss is computed in a new way, to audit it soon."""
         if self.judge.over:
             return
         if self._batch is None:
@@ -397,7 +397,7 @@ class TrainingAudits:
             self._recorder = recorder
 
     def _after_backward(self, recorder: Recorder, loss: torch.Tensor) -> None:
-        """After the user's loop has called `backward`, audit the loss that it recorded.
+        """Audit the recorded loss, after the user's loop has called `backward`.
 
         Raises RequestError if gradients differ.
         """
@@ -675,7 +675,10 @@ class TrainingAudits:
     def _share_result(
         self, replayed: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
-        """Send this rank's audit to the other ranks; if gradients differ, warn, fail or go even."""
+        """Send this rank's audit to the other ranks, and act on it if gradients differ.
+
+        It leads to a warning, RequestError or equal shares.
+        """
         # A difference leads to a warning, RequestError or equal shares. This doesn't wait for the
         # other ranks' results. `numbers` are those used in the loss, if known. With `survives`,
         # passes are retried if memory runs out. A retry needs no further check if this audit found
@@ -741,7 +744,7 @@ class TrainingAudits:
             self._apply(Action.REFUSE if strict else Action.WARN, verdict)
 
     def _compare_verdicts(self) -> None:
-        """Read all ranks' results of audits some steps ago, and act on them."""
+        """Read all ranks' results of audits a few steps ago, and act on them."""
         # READ_AFTER steps after an audit, all ranks have written: each step in between has an
         # all-reduce, which no rank completes before the others take part
         for step, keys in list(self._published.items()):

@@ -263,7 +263,7 @@ def _measure_room(device: torch.device) -> int:
 
 @contextmanager
 def _without_ddp(model: Any) -> Iterator[None]:
-    """Context manager in which DistributedDataParallel calls its module directly."""
+    """Context manager in which DistributedDataParallel only calls its module."""
     # an audit must not trigger the wrapper's all-reduce, which belongs to the training step
     inner = unwrap_compiled(model)
     if not isinstance(inner, DistributedDataParallel):
@@ -298,7 +298,7 @@ def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
-    """Context manager that adds noise to tensors whose values are all equal."""
+    """Context manager: weights with a single value throughout have noise added."""
     # Each weight is refilled with its single value on exit, so no copies are needed.
     moved: list[tuple[torch.Tensor, float]] = []
     seed_torch(SEED)
@@ -313,7 +313,7 @@ def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
-    """Return the tensors whose values are all equal, with that value."""
+    """Return the tensors that have a single value throughout, with this value."""
     # Only floating-point tensors with several elements count, and no subclasses of Tensor. The host
     # compares small tensors and the first values of others, because a GPU needs 50 ms to load the
     # operations. A large tensor is compared on its device only if its first values are equal.

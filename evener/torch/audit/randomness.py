@@ -73,7 +73,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _run_equal_per_row(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """Run an operation, with equal random numbers in each row and without dropout."""
+        """Run an operation with equal random numbers in each row, and without dropout."""
         # This is called only for operations that may drop values or draw random numbers.
         places = _find_dropout(function)
         if places:  # without dropout, these draw nothing
@@ -88,7 +88,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _draw(self, function: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """Run an operation that draws; return its result, and whether the result is random."""
+        """Run a random operation; return its result, and whether that depends on the seed."""
         return draw_equal_rows(function, arguments, keywords, self._seed + self.draws)
 
     def _add_rounding_errors(self, name: str, arguments: Any, result: Any) -> None:
@@ -108,7 +108,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
                 )
 
     def _add_relative_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
-        """Add normally distributed errors to a result, relative to the magnitude of each row."""
+        """Add normally distributed errors to a result, in proportion to each row's values."""
         # `terms` is the number of terms in each sum. A row's magnitude is its root mean square.
         # Values with the same indices on the axes before `apart` are in the same row.
         device = result.device
@@ -176,7 +176,10 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def draw_equal_rows(
     function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int
 ) -> Any:
-    """Run an operation that draws, with equal rows; return its result, and whether it is random."""
+    """Run a random operation so that all rows are equal.
+
+    Return its result, and whether that still depends on the seed.
+    """
     # Dropout keeps all values, and a permutation moves each entry by one place, so their results
     # aren't random.
     draw = _Draw(function, arguments, keywords)
@@ -312,7 +315,7 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return how many values to draw for a row, equal for rows of most lengths."""
+    """Return how many random values to draw for a row, the same for rows of most lengths."""
     # PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
     # rows of up to LONGEST values, so that rows of different lengths start with the same values.
     return max(LONGEST, length)
@@ -355,7 +358,7 @@ class RandomState:
         self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
     def has_changed(self) -> bool:
-        """Return whether any random numbers were drawn since."""
+        """Return whether random numbers were drawn since this state was saved."""
         return (
             not torch.equal(self._torch, torch.get_rng_state())
             or not (self._gpu is None or torch.equal(self._gpu, torch.cuda.get_rng_state()))

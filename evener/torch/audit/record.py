@@ -239,7 +239,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return found
 
     def _mark_size(self, tensor: Any, result: Any) -> Any:
-        """Return a tensor size that the user's code reads, its row count marked as a RowNumber."""
+        """Return a tensor size for the user's code, with its row count marked as a RowNumber."""
         # `result` is the size that the program read from the tensor. Its number of entries becomes
         # a RowNumber if the tensor has one entry for each row of the batch. A replay with other
         # rows converts the RowNumber to their number.
@@ -394,7 +394,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Return a tensor's only value, or two sums that change if its values or their order do."""
+    """Return a tensor's only value, or two sums by which its values can be compared."""
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
         return values

@@ -44,7 +44,7 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def pads(self) -> bool:
-        """Whether the parts, if collated separately, are padded to other lengths than together."""
+        """Whether the two parts get other padding when they are collated separately."""
         if self.cut is None or self.cut is self.parts:
             return False
         shapes = [
@@ -122,7 +122,7 @@ def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
 
 
 def _copy_member(name: str, value: Any, copies: dict[int, Any]) -> Any:
-    """Return a copy of a data set's attribute if reading rows may change it, or the attribute."""
+    """Return a data set's attribute, copied if reading rows may change it."""
     if name == "dataset" or isinstance(value, Dataset):
         # a file that is opened for the first row must not be inherited by worker processes
         return copy_dataset(value, copies)

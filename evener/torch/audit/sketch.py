@@ -80,7 +80,7 @@ class Signs:
 
 
 class _Layout(msgspec.Struct, frozen=True, eq=False):
-    """Arrangement of several gradients as the rows of one matrix."""
+    """How several gradients are arranged as the rows of one matrix."""
 
     # The gradients follow one another. A row of the matrix is called a line.
 
@@ -247,10 +247,10 @@ class GradientSums:
     def _differentiate(
         self, loss: torch.Tensor, trained: Mapping[str, torch.Tensor], retain_graph: bool | None
     ) -> dict[str, torch.Tensor]:
-        """Compute a loss's gradients, and return them by name.
+        """Compute a loss's gradients and return them by name.
 
-        If memory is short, hooks add each gradient to the sums at once and free it; the result is
-        then {}.
+        If memory is short, gradient hooks have already added each one to the sums and freed it; the
+        result is then {}.
         """
         with ExitStack() as stack:
             for name, each in trained.items():
@@ -322,7 +322,7 @@ def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
-    """Return the name of a gradient's precision: the coarsest dtype it was computed in."""
+    """Return the name of the lowest precision in which a gradient was computed."""
     # `kind` is the gradient's dtype, and `computed` has the dtypes used for the loss. The result is
     # bfloat16 or float16 if that is in `computed`, and otherwise `kind`. For a float64 gradient of
     # a loss that was computed in float32, it is MIXED.
@@ -336,7 +336,7 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Context manager in which a tensor has no gradient hook but `function`, if that isn't None."""
+    """Context manager in which `function` is a tensor's only gradient hook; None means no hook."""
     # None means no hook. The tensor's other hooks, which belong to the training step, are restored
     # on exit.
     own = dict(tensor._backward_hooks or {})

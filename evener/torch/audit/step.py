@@ -37,7 +37,7 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """Repetition of an audit without one possible cause of a difference, to test that cause."""
+    """A repetition of an audit without one possible cause of a difference, to test that cause."""
 
     trained: Computation  # the training run's computation without the cause
     reference: Computation | None = None  # the reference without it; None if that is the same

@@ -191,7 +191,10 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """Return whether all possible batches have the same weights, so that any may be chosen."""
+    """Return whether it doesn't matter which of the possible batches is chosen.
+
+    That is so if all have the same weights, and so do later batches.
+    """
     # Then all batches give each rank the same weight, and the choice doesn't affect later batches.
     # `epochs` is the number of epochs that the batches may be from.
     newest = possible[-1]

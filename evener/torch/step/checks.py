@@ -31,7 +31,7 @@ _PARAMETERS = itemgetter("params")  # returns the parameters of an optimizer's p
 
 
 class OptimizerCheck:
-    """Checks before an optimizer's step that its gradients are summed and its state fits."""
+    """Checks, before an optimizer's steps, that gradients are summed and state fits in memory."""
 
     # in a hook that PyTorch calls before each optimizer step
 
@@ -228,7 +228,7 @@ def _check_seen(exchanges: list[Exchange]) -> None:
 
 
 def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
-    """Return whether any exchange has summed gradients since the optimizer's last step."""
+    """Return whether any model's gradients were all-reduced since the optimizer's last step."""
     # `before` has each exchange's number of sums at that step, by the exchange's id
     return any(exchange.sums > before.get(id(exchange), 0) for exchange in exchanges)
 

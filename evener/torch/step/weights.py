@@ -238,7 +238,7 @@ class BatchWeights(BatchTracker):
     def _begin_backward(
         self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any
     ) -> None:
-        """Set the weight of an exchange at the start of its backward pass.
+        """When a backward pass begins, set the weight of the model's gradients in it.
 
         Raises RequestError if batches with different weights are mixed or the loss wasn't scaled.
         """
@@ -309,7 +309,7 @@ class BatchWeights(BatchTracker):
         return models
 
     def list_exchanges(self) -> list[Exchange]:
-        """Return the exchanges of all wrapped models."""
+        """Return the objects that all-reduce the gradients of wrapped models."""
         if self.shares.world > 1:
             return list(self._exchanges)
         return list(map(self._exchange_of_one_rank, self.models))

@@ -63,7 +63,7 @@ _OPTIONS = signature(DistributedDataParallel).parameters.keys() - _OTHER
 
 
 class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
-    """Wrapper that replaces DistributedDataParallel, with weighted gradients."""
+    """Wrapper that replaces DistributedDataParallel: it weights gradients before it sums them."""
 
     exchange: Exchange | None = None
 
@@ -195,7 +195,7 @@ def hook_forward(
 
 
 class _ForwardHook:
-    """Forward hooks of a wrapped model."""
+    """Hooks before and after each forward pass of a wrapped model."""
 
     def __init__(self) -> None:
         self.forward: Callable[[Any, Any], Any] | None = None
@@ -361,7 +361,7 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
 
 
 def _warn_of_single_rows(rows: Sequence[int]) -> None:
-    """Warn if a pass has a single row."""
+    """Warn if a pass has a single row, of which BatchNorm can't compute statistics."""
     if min(rows, default=2) < 2:
         warnings.warn(
             "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, "
