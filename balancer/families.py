@@ -36,7 +36,10 @@ class PlacementOptions(Protocol):
 
 
 class SearchView(Protocol):
-    """Read-only view of a search, from which families list their layouts."""
+    """Read-only view of a search, from which families list their layouts.
+
+    Lists of layouts are sorted, best first.
+    """
 
     @property
     def devices(self) -> int:
@@ -60,7 +63,7 @@ class SearchView(Protocol):
 
     @property
     def splits(self) -> Sequence[Layout]:
-        """The best layouts with unequal shares over several devices."""
+        """The best layouts with unequal shares over several devices; empty unless requested."""
 
     @property
     def even_splits(self) -> Sequence[Layout]:
@@ -72,13 +75,17 @@ class SearchView(Protocol):
 
     @property
     def packs(self) -> Sequence[Layout]:
-        """The best layouts of several processes on one device."""
+        """The best layout of several processes on one device, for each way to share a device.
+
+        Where none has been measured yet, it is the one to measure first.
+        """
 
 
 class Family(ABC):
-    """Base class for a kind of layout, which lists its candidates in a search and names them.
+    """Base class for a kind of layout; it lists the candidates of a search, and names them.
 
-    `add` registers an instance.
+    `kind` is the name of its layouts in journals and plans, `name` that of the family on the
+    command line. `add` registers an instance.
     """
 
     name: str
@@ -138,9 +145,9 @@ def write_devices(layout: Layout, labels: Sequence[str]) -> str:
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """Return the ratios of the layout's devices as text such as "0.600 :
+    """Return the ratios of the layout's devices as text, or "" if there are many.
 
-    0.400"; "" for many devices.
+    An example is "0.600 : 0.400".
     """
     parts = [ratios[i] for i in layout.active]
     return " : ".join(f"{part:.3f}" for part in parts) if len(parts) <= MOST_NAMED else ""

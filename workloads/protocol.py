@@ -76,7 +76,10 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 
 
 class Workload(ABC):
-    """A model with its data and optimizer, which a probe trains step by step."""
+    """A model with its data and optimizer, which a probe trains step by step.
+
+    The constructor may take minutes.
+    """
 
     memory: MemoryMeter
 
@@ -86,7 +89,7 @@ class Workload(ABC):
 
         `shares` are rows by device, or by rank in a group; a device with 0 takes no part. `micro`
         is the largest number of rows per pass on each device; empty: a share is one pass. Resets
-        the memory meter.
+        the memory meter. It is called again whenever the sizes change.
         """
 
     def prepare_assigned(
@@ -97,6 +100,9 @@ class Workload(ABC):
         - `costs`: for each rank, how its time depends on the number and length of rows.
         - `tokens`: for each rank, the maximum of tokens in a pass, with padding; 0 for no
           maximum.
+
+        `shares` are the mean rows of each rank. This and `prepare_length` are called only if
+        `facts` has `lengths`, a uniform sample of the rows' lengths.
         """
         raise NotImplementedError
 
@@ -114,7 +120,10 @@ class Workload(ABC):
 
     @abstractmethod
     def loss_is_finite(self) -> bool:
-        """Return whether the latest loss is finite."""
+        """Return whether the latest loss is finite or unknown.
+
+        It is called only when the devices have finished all steps.
+        """
 
     def work(self) -> Work | None:
         """Return the tokens and passes computed so far, or None if rows have no lengths."""
@@ -128,14 +137,17 @@ class Workload(ABC):
         return None
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of input and optimizer since the previous reading."""
+        """Return the seconds of input and optimizer since the previous reading.
+
+        It is called only when the devices have finished all steps.
+        """
         return PhaseSeconds()
 
     def keep_batch(self, kept: bool) -> bool:
         """Train on the same batch in all further steps (`kept`), or on new batches again.
 
         The difference in step time is the cost of loading data. Returns False if the workload can't
-        do it.
+        do it. `prepare` switches back to new batches.
         """
         return False
 
@@ -150,7 +162,7 @@ class Workload(ABC):
         """Return the seconds of a step on the GPU when all its kernels are enqueued beforehand.
 
         The difference from a normal step's time is the host's overhead of launching kernels. None
-        if it can't be measured.
+        if it can't be measured. All ranks have to call this at the same time.
         """
         return None
 
@@ -168,13 +180,17 @@ class Workload(ABC):
     def read_shortage(self) -> str:
         """Return the error of a step that ran out of memory but was completed, or "".
 
-        Such a step's rest is computed in smaller passes.
+        Such a step's rest is computed in smaller passes. It is "" if there was none since
+        `prepare`. Only a rank of a group completes such a step, because the others wait for it.
         """
         return ""
 
     @property
     def updates(self) -> bool:
-        """Whether the optimizer is updating the weights: an error then leaves them inconsistent."""
+        """Whether the optimizer is updating the weights, or its last update failed.
+
+        An error then leaves the weights inconsistent. False if that is unknown.
+        """
         return False
 
     def recover(self) -> bool:
@@ -211,7 +227,7 @@ def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str,
 class MemoryMeter:
     """Measures the peak memory of this process, above what it held when the meter was created.
 
-    GPU backends replace it by a meter of GPU memory.
+    GPU backends replace it by a meter of GPU memory. Create it before the model.
     """
 
     def __init__(self, devices: int) -> None:
@@ -226,7 +242,10 @@ class MemoryMeter:
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
 
     def read(self) -> tuple[int | None, ...]:
-        """Return the peak in bytes for each device; None if several devices share the process."""
+        """Return the peak in bytes for each device; None if several devices share the process.
+
+        None also if the kernel doesn't report it.
+        """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:
             return (None,) * self._devices

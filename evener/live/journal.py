@@ -199,9 +199,9 @@ class TrainingJournal:
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
 
     def note(self, record: LiveRecord) -> None:
-        """Write what is new in a record:
+        """Write what is new in a record.
 
-        the start, share changes and, every 30 seconds, the speed.
+        That is the start, share changes and, every 30 seconds, the speed.
         """
         if not self._began:
             self._begin(record)

@@ -72,7 +72,11 @@ class StepListener:
     """Interface: a loader calls these methods around each step; here they do nothing."""
 
     def compare(self, digest: int) -> None:
-        """Called with a checksum of the row order, to be compared between ranks."""
+        """Called with a checksum of the row order, to be compared between ranks.
+
+        It is called at the start of an epoch if the user has given the order or the lengths of
+        rows.
+        """
 
     def start(self) -> None:
         """Called when a loop over the loader begins."""
@@ -226,7 +230,10 @@ class Loader:
             self._ahead.wait_until_full()
 
     def prefetched_rows(self) -> list[int]:
-        """Return the row indices, over all ranks, of the loop's newest global batch."""
+        """Return the row indices, over all ranks, of the loop's newest global batch.
+
+        Before the first batch, they are those of the first one.
+        """
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
     def set_epoch(self, epoch: int) -> None:
@@ -249,7 +256,8 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position in a state that `state_dict` returned.
 
-        Raises RequestError if the data set's length, its order or the seed differs.
+        Raises RequestError if the data set's length, its order or the seed differs. The state may
+        come from another plan.
         """
         self.batch_sampler.load_state_dict(state)
         self._steps = 0
@@ -387,7 +395,10 @@ class LoaderStates:
 
 
 class StepSampler:
-    """Batch sampler for torch's DataLoader that can start in the middle of an epoch."""
+    """Batch sampler for torch's DataLoader that can start in the middle of an epoch.
+
+    An iteration starts at the batch `first_step` of the epoch.
+    """
 
     def __init__(self, sampler: UnevenBatchSampler) -> None:
         self.sampler, self.drop_last = sampler, sampler.drop_last
@@ -406,11 +417,14 @@ class StepSampler:
         return iter(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order of rows."""
+        """Set the epoch, which determines the order of rows, and start at its first row."""
         self.sampler.set_epoch(epoch)
 
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
-        """Return this rank's token counts in the given steps, without and with padding."""
+        """Return this rank's token counts in the given steps, without and with padding.
+
+        Both are 0 if the lengths of rows aren't known.
+        """
         rows = self.sampler
         counted = [rows.count_tokens(step * rows.global_batch, rows.epoch) for step in steps]
         return sum(tokens for tokens, _ in counted), sum(padded for _, padded in counted)
@@ -427,6 +441,8 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     - `begins`: called when a loop begins.
     - `asks`: called before each batch.
     - `options`: further keyword arguments of DataLoader.
+
+    The trainer sets `done` to the number of the epoch's batches that it has computed.
     """
 
     # The other shares must have the same global batch. With `ahead`, a collator that a callback
@@ -467,7 +483,10 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         return drawn + self._ahead
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Mark global batch `step` as begun, and return the row count of each rank in it."""
+        """Mark global batch `step` as begun, and return the row count of each rank in it.
+
+        Later changes of shares take effect after this batch.
+        """
         sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
         return sizes
 
@@ -476,7 +495,10 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the position in it and the global batch, for a checkpoint."""
+        """Return the epoch, the position in it and the global batch, for a checkpoint.
+
+        It is the position after `done` batches, and the same on all ranks.
+        """
         rows = self.batch_sampler.sampler
         return {**rows.state_dict(self.done), "global_batch": rows.global_batch}
 
