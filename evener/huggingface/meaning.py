@@ -213,9 +213,10 @@ class LossFinder:
         return self._world if own.size(largest) > half_way * reference.size(largest) else 1
 
     def _is_scaled(self, reference: Sketch) -> bool:
-        """Return whether the loss is divided by `num_items_in_batch`, by doubling this number.
+        """Return whether the loss is divided by `num_items_in_batch`.
 
-        Raises RequestError if only a part of the loss is.
+        If it is, twice that number gives half the gradient. Raises RequestError if only a part of
+        the loss is divided.
         """
         if self._computations.count_items([self._few.whole]) is None:
             return False

@@ -260,7 +260,10 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """Return the order in which a single process would draw the rows; None for the data set's."""
+    """Return the order in which a single process would draw the rows.
+
+    The result is None for the data set's own order.
+    """
     # Return None if it is the data set's own order. Without a plan, one process would draw all
     # rows.
     if type(sampler) is SequentialSampler:

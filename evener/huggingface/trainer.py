@@ -322,7 +322,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             )
 
     def _check_parts(self, part: Any, rows: int) -> None:
-        """Check, before a pass that ran out of memory is divided, that dividing keeps the loss."""
+        """Check that a pass that ran out of memory can be divided without changing the loss.
+
+        `rows` is how many of its rows are checked.
+        """
         # Only a single process needs this check.
         # `part` is the pass that ran out of memory; up to `rows` of its rows are checked
         if self._shares.world * sum(self._shares.passes) == 1:

@@ -214,8 +214,8 @@ class StepAudit:
     def look(self, batch: Tensors, signature: Any = None) -> None:
         """Audit one training step: compare the engine with one device on a few rows of `batch`.
 
-        `signature` identifies the type of the batch. Raises RequestError if the gradients differ so
-        that the training has to end. Otherwise, a difference is printed as a warning.
+        `signature` identifies the type of the batch. Raises RequestError if the gradients differ
+        and the training has to end. Otherwise, a difference is printed as a warning.
         """
         self._moment = f"In step {self.audits.step}"
         self._trains = True
@@ -1080,7 +1080,7 @@ def _vary_labels(y: Any, outputs: Any) -> Any:
 
 
 def _missing_labels(missing: float, y: Any) -> Any:
-    """Replace 40 % of the labels by `missing`, the user's possible mark for a missing label.
+    """Replace 40 % of the labels by `missing`, a value that may mark missing labels.
 
     Labels whose dtype can't hold `missing` are returned unchanged.
     """

@@ -167,9 +167,10 @@ def _match_epoch(backup: Any) -> None:
 def save_whole(
     rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any
 ) -> Any:
-    """Save to a temporary file first, then rename it.
+    """Save a model by calling `save` with a temporary file, which is then renamed.
 
-    Other formats than `.keras` and `.h5`, and remote paths, are saved directly.
+    Thus a reader always finds a complete file. Other formats than `.keras` and `.h5`, and remote
+    paths, are saved directly.
     """
     # a reader always finds a complete file, even if the process is killed while it saves
     path = str(filepath)

@@ -213,7 +213,7 @@ Take = Callable[[Any, Any, Any], Any]
 
 
 class ArrayBatches:
-    """Batches of arrays as TensorFlow datasets.
+    """Makes TensorFlow datasets of batches from arrays.
 
     - `batch`: rows in a batch; an epoch's last batch may be smaller.
     - `shuffle`: use another order of rows in each epoch, from `seed`.

@@ -19,7 +19,7 @@ PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
     """Return the first batch (None if there is none), and an iterator that still yields it.
 
-    `steps` is how many batches Keras takes in one call; so many are read ahead.
+    `steps` is how many batches Keras takes in one call; that many are read ahead.
     """
     # Keras runs that many steps in one call.
     if not isinstance(batches, tf.data.Iterator):

@@ -200,7 +200,10 @@ class Measured(NamedTuple):
     sizes: tuple[int, ...]  # rows of each part
 
     def find_added(self) -> list[str]:
-        """Return for each loss that layers add: is it a mean over rows, a sum, or "" (neither)?"""
+        """Return for each loss that layers add how it is combined from a batch's parts.
+
+        An entry is "rows" for a mean over rows, "sum", or "" for neither.
+        """
         # A loss of 0 reveals nothing: its coefficient may start from 0, or it may not concern these
         # rows. It is measured again with nonzero variables, then with other weights and inputs.
         found = self._read_added(self.results)

@@ -182,7 +182,7 @@ class Workers:
     def begin_fit(self, callbacks: Any) -> list[Any]:
         """Return the callbacks that `fit` uses in this process.
 
-        Also, let the next batch be compared between the processes.
+        The processes then compare their data in the next batch.
         """
         self.unchecked = True
         self._forget_data()
@@ -253,7 +253,7 @@ class Workers:
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run the steps that Keras would run in one call separately.
+        """Run separately the steps that Keras would run in one call.
 
         Raises StopIteration if there is no batch.
         """

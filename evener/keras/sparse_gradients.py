@@ -176,7 +176,10 @@ class SharedSlices:
             self._totals.append(total)
 
     def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
-        """Return the gradients with the slices of all processes, given the sums."""
+        """Return the gradients with the slices of all processes.
+
+        `sums` are the tensors in `own`, summed over all processes.
+        """
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [
             tf.IndexedSlices(values[:total], indices[:total], gradient.dense_shape)
@@ -209,7 +212,10 @@ class SharedGradients:
         return [*self._slices.own, *reversed(self._dense.values())]
 
     def join(self, sums: Sequence[Any]) -> list[Any]:
-        """Return the gradients of the whole batch, given the sums; None stays None."""
+        """Return the gradients of the whole batch; None stays None.
+
+        `sums` are the tensors from `prepare`, summed over all processes.
+        """
         end = len(self._slices.own)
         joined = self._slices.join(sums[:end])
         whole = dict(zip(self._sparse, joined, strict=True))

@@ -78,7 +78,7 @@ def check_present(names: Sequence[str]) -> None:
 
 
 def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
-    """Return a sentence for each GPU that isn't the model of GPU that the plan was made for."""
+    """Return a sentence for each GPU whose product name differs from the plan's."""
     gpus = {
         short_name(gpu.name).removeprefix("physical_device:"): gpu
         for gpu in tf.config.list_physical_devices("GPU")
@@ -96,12 +96,15 @@ def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """Return, for example, "GPU:0" for "/job:localhost/device:GPU:0"."""
+    """Shorten TensorFlow's name of a device, "/job:localhost/device:GPU:0", to "GPU:0"."""
     return name.rpartition("/")[2].removeprefix("device:").removeprefix("DEVICE:")
 
 
 def driver_name(name: str) -> str | int:
-    """Return the driver's index or UUID of a GPU, or "cpu:0" for "CPU:0"."""
+    """Return the driver's index or UUID of a GPU that TensorFlow calls, for example, "GPU:0".
+
+    For "CPU:0" it is "cpu:0".
+    """
     kind, _, number = name.partition(":")
     if kind != "GPU":
         return name.lower()

@@ -2,7 +2,7 @@
 
 Own work is the time in which the rank computes. It ends when the rank's last gradient is ready; the
 backward pass ends later, with an all-reduce, at the same time on every rank. A step is divided into
-phases (`Phase`). The timer records a mark, a point in time, where each phase begins.
+phases (`Phase`). The timer records a time stamp (mark) where each phase begins.
 """
 
 from __future__ import annotations
@@ -372,7 +372,7 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """Count the time since the last step as file time, if files were written in it."""
+        """Count the time since the last step as writing files, if files were written in it."""
         # `marks` has the phases so far, and the time at which each began. If the last phase is the
         # one between two steps, it is changed in place. Bytes are counted only if the phase is long
         # enough to matter, because counting takes microseconds. So the count may include bytes of
@@ -390,7 +390,10 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """Count file time between two batches, of which the first isn't timed."""
+        """Count the time after a batch as writing files, if files were written in it.
+
+        This is for batches whose phases aren't timed.
+        """
         # The whole time between the batches then counts as file time.
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS

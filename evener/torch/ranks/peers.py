@@ -40,7 +40,10 @@ _kept_groups: list[Any] = []  # references to process groups, held until the int
 
 
 class ExitNote(msgspec.Struct, frozen=True):
-    """What a rank leaves for the others in the process group's store when it ends: the reason."""
+    """What a rank tells the others when its process ends: its error, and its progress.
+
+    It is written to the process group's store.
+    """
 
     error: str | None = None  # its error; "" if it had no error, None if it wrote no note
     batches: int = 0  # number of batches that it has begun

@@ -51,7 +51,7 @@ class StopSignal:
             self._earlier(number, frame)
 
     def close(self) -> None:
-        """Restore the SIGTERM handler from before."""
+        """Restore the SIGTERM handler that was set before."""
         if signal.getsignal(signal.SIGTERM) == self._receive:
             signal.signal(signal.SIGTERM, self._earlier)
 

@@ -462,7 +462,10 @@ def _read_optimizer(
 def _read_states(
     reader: _Reader, flat: Flat, stored: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of each optimizer state of a flat tensor, only this rank's part."""
+    """Yield the name of each optimizer state in a checkpoint, and this rank's part of it.
+
+    `flat` has the parameters, and `stored` the names of all states in the checkpoint.
+    """
     # `stored` has the names of all states in the checkpoint, such as "head.weight/exp_avg"
     parameters = {slot.names[0] for slot in flat.slots}
     names = {name for name in stored if name.rpartition("/")[0] in parameters}
@@ -556,7 +559,7 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return the flat tensors of which the checkpoint has at least one parameter."""
+        """Return those flat tensors that have at least one parameter in the checkpoint."""
         # a checkpoint of adapters has only some of the model's parameters
         listed = list(flats)
         names = [[name for slot in flat.slots for name in slot.names] for flat in listed]

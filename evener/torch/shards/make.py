@@ -251,7 +251,7 @@ def _refuse(*_: Any) -> None:
 
 
 def include_all_ranks(sharded: Sharded, replaced: Iterable[Any]) -> None:
-    """Have gradient clipping and GradScaler count the gradients of all ranks' shards.
+    """Make gradient clipping and GradScaler take the shards of all ranks into account.
 
     `replaced` are the model's parameters from before sharding.
     """
@@ -359,7 +359,8 @@ def _reduce(tensor: torch.Tensor, operation: Any) -> None:
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
     """Make an optimizer train a sharded model's pieces instead of its original parameters.
 
-    Raises RequestError if the optimizer already has state.
+    Raises RequestError if the optimizer already has state. `replaced` are the original parameters,
+    in the order of the new ones.
     """
     if optimizer.state:
         raise RequestError(

@@ -45,10 +45,10 @@ class DtypeRange(NamedTuple):
 
 
 class GradientCopy(NamedTuple):
-    """A copy to make: a parameter's gradient, or a slice of it, into the memory to send.
+    """A copy to make before sending: from a parameter's gradient to the memory to send.
 
     - `position`: index of the parameter.
-    - `elements`: the slice, or None for the whole gradient.
+    - `elements`: the slice of the gradient, or None for all of it.
     - `target`: where it is copied to.
     """
 
@@ -188,7 +188,10 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return how large received gradients can get on any rank, relative to a whole flat tensor."""
+    """Return the most bytes of gradients that a rank receives, relative to a whole flat tensor.
+
+    `ranks` is the number of ranks.
+    """
     return min(MOST_RECEIVED, ranks - 1.0)
 
 

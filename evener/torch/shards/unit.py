@@ -50,7 +50,10 @@ def _find_outermost(
     takes: Callable[[Any], bool],
     enters: Callable[[Any], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield names and modules that `takes` accepts, but none that lie inside these."""
+    """Yield names and modules that `takes` accepts; modules inside those are skipped.
+
+    `enters` tells which other modules to search.
+    """
     # `name` is the prefix of the names, such as "encoder."; other modules are searched if `enters`
     # says so
     for each, child in module.named_children():
@@ -333,7 +336,7 @@ class Ledger:
         self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
-        """Add `size` bytes to a purpose (`kind`); a negative size means that they were freed."""
+        """Add `size` bytes of a kind; a negative size means that they were freed."""
         now = self.now[kind] + size
         self.now[kind] = now
         total = self._total + size

@@ -1,8 +1,9 @@
-"""Parameters that a sharded model leaves unsharded, such as adapters: each rank has all.
+"""Parameters that a sharded model leaves unsharded, such as adapters.
 
-Their gradients are all-reduced once per batch. If only a small part of a model is trained, holding
-it whole on each device costs less than gathering it in every pass. The model's own Parameter
-objects stay in use, so any optimizer can train them and any library can save them.
+Every rank holds all of them. Their gradients are all-reduced once per batch. If only a small part
+of a model is trained, holding it whole on each device costs less than gathering it in every pass.
+The model's own Parameter objects stay in use, so any optimizer can train them and any library can
+save them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def count_gathered(
 
 
 class UnitBytes(NamedTuple):
-    """How many bytes a unit needs for gathered parameters, their gradients and a sum buffer."""
+    """Bytes that a unit needs for gathered parameters, their gradients, and to sum gradients."""
 
     gathered: int
     gradients: int
@@ -73,7 +74,7 @@ class UnitBytes(NamedTuple):
 
 
 def _add_largest(units: Iterable[UnitBytes]) -> int:
-    """Return the bytes of the two units with the most bytes of whole parameters."""
+    """Return how many bytes the gathered parameters of the two largest units take."""
     # while one unit computes, the next one is already being gathered
     return sum(sorted((unit.gathered for unit in units), reverse=True)[:2])
 

@@ -196,10 +196,11 @@ class Exchange:
     # ------------------------------------------------------------------ a backward pass
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Have `arm` called when a backward pass reaches the model's outputs.
+        """Register hooks on the model's outputs, by which a backward pass from them is noticed.
 
         If `sync` is False, gradients are accumulated without an all-reduce. Raises RequestError if
-        an earlier backward pass failed after sending gradients.
+        an earlier backward pass failed after sending gradients. `batch` is the batch of the
+        outputs, and is passed to `begun`.
         """
         if self.resting:
             return
@@ -220,7 +221,7 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Have `arm` called when the first gradient of a parameter is computed.
+        """Register hooks on the parameters, by which a backward pass is noticed.
 
         This is for outputs in which no tensor was found.
         """
@@ -256,9 +257,10 @@ class Exchange:
             self._hooks += (_hook(parameter, self._arrived.append) for parameter in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
-        """Prepare the all-reduce, when a backward pass through the model begins.
+        """Prepare for the backward pass that has just reached the model's outputs.
 
-        Raises RequestError if another model in the same backward pass shares parameters.
+        `sync` is whether it ends with an all-reduce. Raises RequestError if another model in the
+        same backward pass shares parameters.
         """
         task = backward_number()
         begins = _open.get(self) != task
@@ -355,7 +357,7 @@ class Exchange:
         tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
-        """End a backward pass; if gradients are all-reduced in it, send the remaining buckets."""
+        """Finish a backward pass: if it ends with an all-reduce, send the remaining buckets."""
         if self._hooks:
             self._note_arrived()
         came = self._came if self._hooks else self.has_gradients()
@@ -441,7 +443,10 @@ class Exchange:
         self._listen()
 
     def close(self) -> None:
-        """End such a pass on a single rank; with other ranks, the backward pass ends it."""
+        """End a pass that `open` began, if there is a single rank.
+
+        With other ranks, the backward pass ends it.
+        """
         # with other ranks, `_finish_pass` has done it
         if self.single_rank:
             self._armed = False
@@ -488,7 +493,10 @@ def is_in_backward(task: int) -> bool:
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return, by the id of each all-reduced parameter, whether its gradients were summed yet."""
+    """Return the ids of all parameters whose gradients evener sums over ranks.
+
+    The dict's values tell whether such a sum has been computed yet.
+    """
     every = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     exchanges = [exchange for exchange in every if not exchange.single_rank]
     return {

@@ -79,7 +79,7 @@ class RankNoise:
             self._sum = dist.all_reduce(own, group=group, async_op=True), own
 
     def finish_sum(self, buckets: Iterable[Bucket]) -> None:
-        """After the all-reduce, compare ranks' gradients with their sum, if the step is sampled."""
+        """Take a sample of the noise scale from the summed gradients, if this step is sampled."""
         # if this is another sum of the same batch, neither sum has the whole gradient
         self._sample = self._complete_sample(buckets) if self._sum is not None else None
         self._forget_batches()
