@@ -194,7 +194,10 @@ class Workload(ABC):
         return False
 
     def recover(self) -> bool:
-        """Clean up after a step that ran out of memory. Returns whether training can go on."""
+        """Clean up after a step that ran out of memory, and return whether training can go on.
+
+        It can if the workload is back in its state before that step, and may be prepared again.
+        """
         return False
 
     @abstractmethod

@@ -234,7 +234,11 @@ LEAVING = {
 
 
 def count_collectives() -> dict[str, int]:
-    """Return how many collectives each process group has started, by group and device."""
+    """Return how many collectives each process group has started, by group and device.
+
+    A key is the group's name, a space and the device type. Groups of a single rank, and those whose
+    backend keeps no count, are left out.
+    """
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {
         group._get_backend(device): (group, device)

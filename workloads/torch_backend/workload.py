@@ -376,7 +376,7 @@ class TorchWorkload(Workload, StepListener):
         return clock.seconds(start, end)
 
     def loss_is_finite(self) -> bool:
-        """Return whether the latest loss is finite."""
+        """Return whether the latest loss is finite or unknown."""
         return self._loss is None or bool(torch.isfinite(self._loss).all())
 
     def facts(self) -> Mapping[str, str]:

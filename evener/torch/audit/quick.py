@@ -57,7 +57,7 @@ class QuickPass:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Context manager in which dropout keeps all values."""
+    """Context manager in which dropout by PyTorch's Python functions keeps all values."""
     # it is used in quick passes and in passes with EvenRandomness, so that their results are equal
     with ExitStack() as stack:
         for owner, name, function in _list_replacements():

@@ -45,7 +45,7 @@ def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
 def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
     """Save attributes and frozen parameters, and return a function that restores them.
 
-    Objects in `apart` are left out.
+    Objects in `apart` are left out. The function may be called several times.
     """
     # Attributes, such as counters, lists, buffers and metrics, are restored in place. A model may
     # update frozen parameters itself, for example with a momentum encoder. They are saved unless

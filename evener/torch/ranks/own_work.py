@@ -254,6 +254,9 @@ class StepTimer:
 
     - `clock`: a HostClock or a GpuClock.
     - `single_rank`: whether there are no other ranks to wait for.
+
+    `sums` has the totals of all steps after the first few. The first of two accumulated batches
+    isn't a step, but its time counts.
     """
 
     # A timed batch has marks (`_marks`). For any other batch, only the current phase is stored

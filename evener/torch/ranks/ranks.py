@@ -99,8 +99,9 @@ def visible_gpus() -> dict[str, int]:
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
     """Return the device on which this process trains.
 
-    It is the device of `share`, or without one the GPU whose index is the local rank, else the CPU.
-    `gpus` has indices by UUID. Raises DeviceError if the plan's GPU isn't there.
+    It is the CPU for a share on a CPU. Otherwise it is the first of these: the plan's GPU, if its
+    UUID is in `gpus` (indices by UUID); the GPU whose index is the local rank; the CPU. Raises
+    DeviceError if the plan has a GPU, and neither GPU is there.
     """
     if share is not None and is_cpu(share):
         return torch.device("cpu")

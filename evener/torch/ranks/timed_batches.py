@@ -52,7 +52,7 @@ class TimedBatches:
     def is_timed(self, number: int) -> bool:
         """Return whether the batch with this number is measured.
 
-        Call it for each batch, in order.
+        Call it with increasing numbers. Some may be left out, but none that `find_next` returns.
         """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()

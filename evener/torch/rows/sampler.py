@@ -361,7 +361,7 @@ class UnevenBatchSampler:
         """Restore the epoch and the position from a state that `state_dict` returned.
 
         Raises RequestError if keys are missing, or if the data set's length, its order or the seed
-        differs.
+        differs. Shares and the number of ranks may be others.
         """
         if missing := [key for key in _STATE_KEYS if key not in state]:
             raise RequestError(

@@ -43,7 +43,7 @@ class MemoryGauge:
         """Return the estimated largest number of rows per pass if a batch takes several.
 
         Memory then also holds the gradients of earlier passes, `gradient_bytes`. Returns 0 before
-        passes of two sizes were measured.
+        passes of two sizes were measured. Call `measure` first.
         """
         return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
 

@@ -69,7 +69,11 @@ class RankNoise:
             self._own.append(_norm(bucket.gradients))
 
     def send(self, group: Any) -> None:
-        """Start to sum the ranks' squared gradient norms, by an all-reduce."""
+        """Start the all-reduce of the sum of n_i |g_i|² over the ranks i.
+
+        g_i is the mean gradient of the n_i rows of rank i, and `group` are the ranks that sum
+        gradients.
+        """
         if self._is_sampled():
             sizes = self._rows()
             rows = sizes[dist.get_rank(group)]
