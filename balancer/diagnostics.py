@@ -355,8 +355,8 @@ class HostReport(msgspec.Struct, frozen=True):
 def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
     """Check a Ray cluster: its hosts, their software, the ports between them, and the devices.
 
-    `spec` names the devices, as in `--devices`. Takes as long as importing the frameworks on the
-    slowest host.
+    `spec` names the devices, as the option `--devices` does. `address` is the cluster's. The check
+    takes as long as the slowest host needs to import the frameworks.
     """
     terms = parse_request(spec)
     try:

@@ -73,7 +73,10 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The search has ended, with its plan and verdict; also the journal's last entry."""
+    """The search has ended, with its plan and verdict.
+
+    This event is also the journal's last entry.
+    """
 
     plan: Plan
     results: tuple[Result, ...]  # every layout measured in the race, best first
@@ -102,14 +105,14 @@ class EventThread:
         self._thread = threading.Thread(target=self._drive, name="evener-session", daemon=True)
 
     def run(self, report: Callable[[Event], object]) -> None:
-        """Run in the calling thread until the end, and call `report` with each event."""
+        """Do the thread's work in the calling thread, and call `report` with each event."""
         self._emit = report
         self._work()
 
     def events(self) -> Iterator[Event]:
-        """Start the thread on the first call, and iterate over its events until it ends.
+        """Start the thread at the first call, and yield its events until it ends.
 
-        An exception of the thread is raised in the iterating thread.
+        An exception in the thread is raised here.
         """
         if self._thread.ident is None:
             self._thread.start()

@@ -21,14 +21,14 @@ MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A way in which the workload itself places parts of its model on devices."""
+    """A way in which the user's workload itself puts parts of its model on devices."""
 
     name: str
     devices: int = 2  # maximum number of devices that it uses
 
 
 class PlacementOptions(Protocol):
-    """Options of a comparison that `PlaceFamily` reads."""
+    """The options of a comparison that concern placements of the model's parts."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -47,7 +47,7 @@ class SearchView(Protocol):
 
     @property
     def options(self) -> PlacementOptions:
-        """Options of the comparison."""
+        """The options of the comparison, such as the workload's placements."""
 
     @property
     def common_batch(self) -> int | None:
@@ -253,7 +253,8 @@ class SplitFamily(Family):
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the layout in words, such as "826 + 571 on GPU:0 + GPU:1".
 
-        If rows are split by cost, the text has each device's fraction of the cost.
+        If rows are assigned by the cost of their length, the text also has each device's fraction
+        of the cost.
         """
         where = write_devices(layout, labels)
         if not layout.costs:
@@ -281,7 +282,7 @@ class ShardFamily(Family):
         return "another shards of the model" if another else "shards of the model"
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return shares, devices and the fractions of the model's state in words."""
+        """Return in words the shares, the devices, and each device's fraction of the model."""
         parts = write_ratios(layout, layout.state) if layout.state else ""
         where = write_devices(layout, labels)
         if layout.computing == layout.active:

@@ -161,7 +161,7 @@ def _find_open_servers(job: Job) -> tuple[str, ...]:
 
 
 def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tuple[str, ...]:
-    """Check that every host can train on its devices now, remote hosts through their agents.
+    """Check that each host can train on its devices now; other hosts are asked over the network.
 
     The keys are host names; "" is this machine. Returns messages about devices that other programs
     use. Raises RequestError or DeviceError, with the name of the host.
@@ -202,7 +202,7 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
 
 
 def check_request(request: Request) -> None:
-    """Raise RequestError if an option is unknown or out of range; devices aren't looked at."""
+    """Raise RequestError if an option is unknown or out of range; no device is needed for this."""
     _check_batches(request)
     _check_numbers(request)
     for option, word, words in (

@@ -346,7 +346,7 @@ def _check_against_header(entry: Entry, header: Header, where: str, foreign: boo
 
 
 def _has_right_lengths(entry: LaterEntry, header: Header) -> bool:
-    """Return whether the tuples of an entry have one item for each device."""
+    """Return whether the tuples in an entry have one item per device, as the header says."""
     # the decoder has already checked single values
     devices = len(header.devices)
     match entry:
@@ -384,10 +384,10 @@ def _timed_sound(seen: Timed, devices: int) -> bool:
 
 
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
-    """Return the bytes of a journal.
+    """Return the bytes of a journal file after checking that it can be trusted.
 
-    Raises RequestError if it isn't a plain file, is too large or, unless `foreign`, is a link or
-    may be written by others.
+    Raises RequestError if it isn't a plain file or is too large, or if it is a link or others may
+    write to it. The last two are allowed with `foreign`, for another user's journal.
     """
     follow = 0 if foreign else os.O_NOFOLLOW
     with (

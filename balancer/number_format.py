@@ -89,7 +89,7 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Format the seconds of a step in milliseconds, or as a duration from 10 s."""
+    """Format the seconds of a step in milliseconds; from 10 s on, as a duration."""
     return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
 
 

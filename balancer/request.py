@@ -116,9 +116,10 @@ def allows_passes(request: Request, framework: str) -> bool:
 
 
 def assigns_by_cost(request: Request, framework: str) -> bool:
-    """Return whether rows may be assigned by the cost of their length instead of by count.
+    """Return whether rows are assigned by their computing time, which depends on their length.
 
-    This needs PyTorch, input from the host, passes, and an objective that uses row lengths.
+    Otherwise they are only counted. This needs PyTorch, input from the host, passes, and an
+    objective that uses row lengths.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

@@ -46,7 +46,7 @@ class SessionState(msgspec.Struct, frozen=True):
 
     @property
     def active(self) -> bool:
-        """Whether the search runs, or is about to start."""
+        """Whether the search is running, or about to start."""
         return bool(self.run or self.devices or self.stopping) and not self.ended
 
 

@@ -226,7 +226,7 @@ def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Train each device's share on it alone, one after the other, and return samples/s for each."""
+    """Measure each device alone with its own share, and return the samples/s of each."""
     # None for an unused device, and if a measurement failed or was stopped
     speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):

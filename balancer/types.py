@@ -83,14 +83,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def active(self) -> tuple[int, ...]:
-        """Positions of the devices that have a share, or hold a part of the model's state."""
+        """Positions of the devices that compute rows or hold a part of the model's state."""
         held = self.state or (0.0,) * len(self.shares)
         both = enumerate(zip(self.shares, held, strict=True))
         return tuple(i for i, (share, part) in both if share or part)
 
     @cached_property
     def computing(self) -> tuple[int, ...]:
-        """Positions of the devices that have a share."""
+        """Positions of the devices that compute rows."""
         return tuple(i for i, share in enumerate(self.shares) if share)
 
     @cached_property

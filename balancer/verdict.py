@@ -100,7 +100,7 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The chosen layout."""
+    """The layout that the search has chosen, with its devices and batches."""
 
     family: str  # solo, even, split, shard, pack or place
     kind: LayoutKind
@@ -245,7 +245,7 @@ class TakenMemory(msgspec.Struct, frozen=True):
 
 
 class CodeLimit(msgspec.Struct, frozen=True):
-    """The user's code fails with an error from some number of rows on."""
+    """From some number of rows on, the user's code fails with an error."""
 
     rows: int  # the most rows that ran below the limit
     failed_rows: int  # the fewest rows that failed

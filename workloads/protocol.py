@@ -130,9 +130,9 @@ class Workload(ABC):
         return None
 
     def read_waits(self) -> float | None:
-        """Return the seconds of gradient exchange since the previous reading.
+        """Return the seconds spent on exchanging gradients since the previous reading.
 
-        They include the waiting for slower ranks. None if unknown.
+        Waiting for slower ranks is included. None if unknown.
         """
         return None
 
@@ -223,7 +223,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are parameters of the function."""
+    """Return those of the settings that the function has parameters for."""
     return {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
 
 

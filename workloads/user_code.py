@@ -68,10 +68,11 @@ class UserModule(NamedTuple):
 
 
 def entry(name: str, framework: str) -> Entry:
-    """Return the entry of the user's function `train.py:build` or `package.module:build`.
+    """Return a registry entry for the user's function, named as `train.py:build`.
 
-    The file is parsed, but not run. Raises `RequestError` if the name is malformed or the function
-    doesn't exist, and `UserCodeError` for a syntax error.
+    It may also be in a module, as `package.module:build`. The file is parsed, but not run. Raises
+    `RequestError` if the name is malformed or the function doesn't exist, and `UserCodeError` for a
+    syntax error.
     """
     home, _, attribute = name.rpartition(":")
     if not home or not attribute.isidentifier():
@@ -335,7 +336,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _without_function(name: str, path: Path) -> RequestError:
-    """Return an error for a workload name without a function. It suggests functions of the file."""
+    """Return the error for a workload name without a function, with suggestions from the file."""
     # Its remedy lists the functions that could return the model.
     functions = [node for node in _functions(path) if _could_build(node)]
     free = _callable_as_they_are(functions)

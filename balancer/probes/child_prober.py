@@ -1,10 +1,9 @@
-"""Measures probes with real child processes.
+"""Measures probes by training in real processes.
 
-Children are started when needed, kept between probes if memory allows, and replaced on failure. A
-solo probe has its own child. A split has one child per device, and these children run each step
-together. They communicate over loopback if all devices are on one host. A split has a single child
-if one process can drive all its devices. TensorFlow can do so with GPUs that have no limits on
-compute or memory.
+Processes are started when a layout needs them, kept for later probes if memory allows, and replaced
+after a failure. Usually, there is one process per device. The processes of a split run each step
+together; on one host, they communicate over loopback. If one process can drive all devices of a
+split, there is only one. TensorFlow can do so with GPUs that have no limits on compute or memory.
 """
 
 from __future__ import annotations

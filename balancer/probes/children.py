@@ -1,10 +1,10 @@
-"""Runs a layout's child processes as a group.
+"""Runs the probe processes of one layout as a group.
 
-The group sends commands, collects replies, and kills its children. A layout has one child on one
-device, one child over several GPUs, or one child per device.
+The group sends commands to the processes, collects their replies, and kills them in the end. There
+is one process per device, or one process for several GPUs.
 
-Two threads for each child drain its standard output and standard error. So no amount of output
-blocks the child or fills this process's memory. If a child fails, the others get `GRACE_SECONDS` to
+Two threads per process read its standard output and standard error, so that no amount of output
+blocks the process or fills this one's memory. If a process fails, the others get `GRACE_SECONDS` to
 report their own failures. Then the root cause is chosen from all failures.
 """
 
@@ -76,7 +76,7 @@ class RunningChild(ABC):
 
     @abstractmethod
     def find_stack(self) -> Stack | None:
-        """Return the stack of its main thread, or None if it doesn't answer."""
+        """Return the stack of the process's main thread, or None if it doesn't answer."""
 
     def find_loss(self) -> str:
         """Return why the host of the process can't be reached any more, or "" if it can."""
@@ -104,8 +104,8 @@ class Child(RunningChild):
         - `cap_bytes`: the process's memory limit, used to recognize exits for lack of
           memory.
         - `build_channel`: a file descriptor for the process. Once it has built the user's
-          workload, it leaves a copy of itself there, which forks the next probe processes
-          with the workload in memory.
+          workload, it forks a copy of itself, which listens there and forks later probe
+          processes with the workload in memory.
         """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs

@@ -1,10 +1,9 @@
-"""The process from which children are forked.
+"""Fork server: a process that has imported the framework, and forks probe processes.
 
-It imports the framework once, so children start without a delay for imports.
-
-`ForkServer` runs in that process. It reads requests from a socket, one per datagram, and answers
-them. It never imports the user's own code. When the other end of its socket closes, it kills its
-children and exits. `ServerProcess` is the other end.
+Forked processes start without the delay of imports. `ForkServer` runs in the server's process. It
+reads requests from a socket, one per datagram, and answers them. It never imports the user's own
+code. When the other end of its socket closes, it kills the processes that it has forked, and exits.
+`ServerProcess` is the other end, in the parent.
 """
 
 from __future__ import annotations
@@ -453,7 +452,7 @@ def _run(
 
 
 def _merge_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the server."""
+    """Return the environment variables with which the fork server is started."""
     merged = {**os.environ, **variables}
     # the server imports the same evener as this process
     merged["PYTHONPATH"] = import_path(merged.get("PYTHONPATH", ""))

@@ -215,7 +215,7 @@ class HostService(LocalHost):
         return [(key, self._name_origin(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
-        """Return the stack of the process of this key, or None if it doesn't answer."""
+        """Return the stack of the main thread of this key's process, or None without an answer."""
         return self._children[key].find_stack()
 
     def end(self, key: int) -> None:
@@ -255,7 +255,7 @@ class RemoteChild(RunningChild):
         self._host.service.begin("send", self._key, command)
 
     def find_stack(self) -> Stack | None:
-        """Return the stack of the process; None if unknown, or if the host is lost."""
+        """Return the stack of the process's main thread; None if unknown or the host is lost."""
         with suppress(HostLostError):
             stack: Stack | None = self._host.ask("find_stack", self._key)
             return stack

@@ -168,7 +168,7 @@ class InterferenceMonitor:
             watch.answer(until)
 
     def _list_own_positions(self, positions: Iterable[int]) -> list[int]:
-        """Return the positions that are on this host, each once."""
+        """Return the positions whose devices are on this host, without duplicates."""
         return [
             position
             for position in dict.fromkeys(positions)
@@ -336,7 +336,7 @@ class ProbeInterference:
 def _add_throttled_time(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return the breakdown with the seconds lost to heat and to power limits."""
+    """Return the step's breakdown with the seconds lost to heat and to power limits added."""
     if now is None or now.clock_fraction is None:
         return part
     braked = _share_of_time(before, now, "braked_seconds")

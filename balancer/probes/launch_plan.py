@@ -1,12 +1,10 @@
-"""Plans the child processes of a layout.
+"""Plans the processes of a layout: which to start, how to build, and which idle ones to kill.
 
-It determines the children and their build commands, and which idle children to kill to free memory.
-PyTorch's children release their cache while they are idle, and report how much memory they still
-hold. TensorFlow's allocator never releases memory, so an idle child still holds its peak, and
-somewhat more.
+Idle PyTorch processes release their cache, and report how much memory they still hold. TensorFlow's
+allocator never releases memory, so an idle process still holds its peak, and somewhat more.
 
-In this module, `key` is a layout without its sizes (`Layout.children`), which determines the
-children.
+In this module, `key` is a layout without its sizes (`Layout.children`). Layouts with equal keys run
+in the same processes.
 """
 
 from __future__ import annotations
@@ -196,7 +194,10 @@ def _split_memory(device: Device, processes: int) -> Device:
 
 
 def _compute_share(device: Device) -> float:
-    """Return the fraction of its speed that a process may use; below 1 only for CPU slices."""
+    """Return the fraction of a device's speed that a process may use.
+
+    It is below 1 only for CPU slices with a limit.
+    """
     # CPU slices with a limit are slowed by spinning; GPUs are limited by their driver
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
@@ -221,7 +222,7 @@ class RankMap(msgspec.Struct, frozen=True):
 
     @property
     def unique_positions(self) -> tuple[int, ...]:
-        """Positions of the devices, each once."""
+        """Positions of the devices, without duplicates."""
         return tuple(dict.fromkeys(self.positions))
 
 
@@ -267,7 +268,7 @@ class MemoryBudget:
         self._peaks.setdefault(position, {})[rows] = held_bytes
 
     def record_short(self, position: int, short_bytes: int) -> None:
-        """Record how many usable bytes other programs hold on a device."""
+        """Record how many of a device's usable bytes other programs hold."""
         self._short[position] = short_bytes
 
     def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:

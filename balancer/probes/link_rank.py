@@ -67,7 +67,7 @@ _decoder: msgspec.json.Decoder[LinkCommand] = msgspec.json.Decoder(LinkCommand)
 
 
 def main() -> None:
-    """Execute commands from standard input, and write replies to standard output."""
+    """Run one rank: execute commands from standard input, and write replies to standard output."""
     die_with_parent()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

@@ -452,7 +452,7 @@ class _RankProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Wait for the exit, and close the streams."""
+        """Wait until the process has exited, and close its streams."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

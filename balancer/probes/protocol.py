@@ -1,11 +1,11 @@
-"""The messages between a prober and its children, and stack dumps on a signal.
+"""The messages between the search and its probe processes, and stack dumps on a signal.
 
-Each message is one line of typed JSON with a maximum length. A child only executes commands. The
-parent decides what to run, for how long, and what an error means.
+Each message is one line of typed JSON with a maximum length. A probe process only executes
+commands. Its parent decides what to run, for how long, and what an error means.
 
-On `STACK_SIGNAL`, a child writes its stack to standard error, which shows where a silent child is.
-`faulthandler` writes it without the interpreter's help, so this also works in a child that loops,
-waits or computes.
+On `STACK_SIGNAL`, a probe process writes its stack to standard error, so that the parent sees what
+a process without replies is doing. `faulthandler` writes it without the interpreter's help, so this
+also works in a process that loops, waits or computes.
 """
 
 from __future__ import annotations

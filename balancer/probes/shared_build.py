@@ -1,8 +1,8 @@
-"""Forks children from a copy of a child with the model built.
+"""Forks probe processes from a copy of a process that has built the user's model.
 
 A model with a billion parameters takes 20 s to build. The copy is made before the model is moved to
-a device. Children of the copy share its memory until they write to it, and start within a moment.
-No copy is made if the build was quick, or if it left something that a fork doesn't survive
+a device. Processes forked from it share its memory until they write to it, and start within a
+moment. No copy is made if the build was quick, or if it left something that a fork doesn't survive
 (`forkable.py`).
 """
 

@@ -1,11 +1,11 @@
-"""The child process of a probe: builds one workload and runs its steps.
+"""A probe process: builds one workload and runs its steps on commands of its parent.
 
-The child runs on CPU cores of its own. When this module is run as a program, it is the fork server.
-The fork server imports the framework and then forks a child for each request.
+It runs on CPU cores of its own. When this module is run as a program, it is the fork server, which
+imports the framework and then forks a probe process for each request.
 
-The protocol uses private copies of standard input and output. Descriptor 0 is then empty and
+Commands and replies use private copies of standard input and output. Descriptor 0 is then empty and
 descriptor 1 leads to standard error, so a workload can neither read commands nor write replies. The
-kernel kills the child when its parent exits.
+kernel kills the process when its parent exits.
 """
 
 from __future__ import annotations
@@ -69,10 +69,12 @@ def main() -> None:
 
 
 def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
-    """Execute commands from standard input until it ends or a command fails without recovering.
+    """Run a probe process: execute commands from standard input until it ends.
 
-    - `parent`: the process id of the fork server; the child ends with it.
-    - `channel`: descriptor for requests to fork copies of this process, which share the
+    The process also ends after a command that failed without recovering.
+
+    - `parent`: the process id of the fork server; this process is killed when the server exits.
+    - `channel`: file descriptor for requests to fork copies of this process, which share the
       workload that it builds; NO_CHANNEL for none.
     - `shared`: the workload that was built before this process was forked, if any.
     """
@@ -167,7 +169,7 @@ class Worker:
         return protocol.ChildError(types, text, where, trace)
 
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
-        """After a step that ran out of memory, try to free it, so that the process can continue.
+        """Try to free memory after a step ran out of it, so that the process can continue.
 
         Returns `reply` with the result. Errors that aren't about memory are returned unchanged.
         """

@@ -1,11 +1,10 @@
-"""Keeps sessions apart by locks.
+"""Locks that keep two searches from using the same run or device at the same time.
 
-A run or a device has only one session at a time, but the user may allow more for a device. Locks
-are the kernel's (flock), so the kernel releases them when the process that holds them exits.
-Sessions of one user lock files in the user's state folder. A file contains the pid and the run of
-its holder.
+The user may allow several searches on a device. Locks are the kernel's (flock), so the kernel
+releases them when the process that holds them exits. Searches of one user lock files in the user's
+state folder. A file contains the pid and the run of its holder.
 
-Sessions of different users, or with different state folders, lock the file by which the kernel
+Searches of different users, or with different state folders, lock the file by which the kernel
 itself shows a device. Everybody can read this file and nobody can replace it, so nobody can tamper
 with it.
 """

@@ -37,7 +37,7 @@ class Trained(msgspec.Struct, frozen=True):
 
     @property
     def falls_short(self) -> bool:
-        """Whether training runs over 5 % slower than its plan predicted."""
+        """Whether training is over 5 % slower than its plan predicted."""
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:

@@ -36,7 +36,7 @@ Doing = Literal["", "own work", "sum", "update", "between steps", "input"]
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """A device of a training process, with its rows and its times in a step."""
+    """One device of a training process: its rows per step, its speed and its times in a step."""
 
     id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone
     # the framework's index of the device; -1: unknown
@@ -231,7 +231,10 @@ def start_ticks(pid: int) -> int | None:
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return the fields of `/proc/PID/stat` from the state on, or [] if there is no process."""
+    """Return the fields of `/proc/PID/stat`, beginning with the process's state.
+
+    Empty if there is no such process.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as stream:
             return stream.read(4096).rpartition(b")")[2].split()
@@ -264,7 +267,10 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 
 
 def _read_small(name: str, folder: int) -> bytes:
-    """Read a small file of this user; b"" if it isn't a regular file, or if others may write it."""
+    """Read a small file of this user.
+
+    b"" if it isn't a regular file, or if the file's mode lets other users access it.
+    """
     # Up to one byte over the size limit is read. Pipes and other special files are empty, too.
     # `name` is in the folder with the descriptor `folder`. The file is opened so that a pipe
     # doesn't block the reader.

@@ -535,7 +535,7 @@ def report(
 
 
 def _is_launched_alone() -> bool:
-    """Return True if this process reports for the whole training run."""
+    """Return True if a launcher started this process, and it reports for the whole training run."""
     # `evener launch` has then started the training run. Such a process is the run's only one or, in
     # Keras, the first of its group.
     return bool(launched_run()) and os.environ.get("WORLD_SIZE", "1") == "1"
@@ -548,7 +548,7 @@ def _has_journal() -> bool:
 def _describe_devices(
     devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
-    """Return the devices of a report; the total speed is divided in proportion to samples.
+    """Return the devices of a report, each with a part of the total speed by its samples.
 
     Raises RequestError if the number of batches differs from the number of devices.
     """

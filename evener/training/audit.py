@@ -118,7 +118,7 @@ class GradientDifference(msgspec.Struct, frozen=True):
 def compare(
     reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
 ) -> GradientDifference | None:
-    """Return the largest difference beyond rounding, or None if the gradients agree.
+    """Return the largest difference of two gradients beyond rounding, or None if they agree.
 
     `repeats` are further computations of the reference, from which the rounding is estimated.
     """
@@ -136,7 +136,7 @@ def _compare(
 
 
 def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] = ()) -> bool:
-    """Return True if the losses of two computations agree up to rounding."""
+    """Return True if two computations of the loss agree up to rounding."""
     # the allowed rounding is computed as in `compare`, but with a lower floor
     scale = max(abs(reference.loss), abs(other.loss))
     rounding = max((abs(repeat.loss - reference.loss) for repeat in repeats), default=0.0)
@@ -147,9 +147,9 @@ def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] 
 def find_largest(
     reference: Sketch, trained: Sketch, noises: Mapping[str, float]
 ) -> GradientDifference | None:
-    """Return the largest difference of a tensor's gradient, or None if none can be compared.
+    """Return the tensor with the largest difference between two gradients, or None.
 
-    `noises` are the relative differences by rounding for each tensor.
+    `noises` has each tensor's relative difference by rounding. None if nothing can be compared.
     """
     # to compare tensors, each difference is divided by the rounding that is allowed for its tensor
     names = sorted(reference.sums.keys() | trained.sums.keys())
@@ -193,7 +193,10 @@ def floor(kind: str) -> float:
 
 
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
-    """Return the relative differences by rounding for each tensor, {} without repeats."""
+    """Return for each tensor how much its gradient varies by rounding, relative to its norm.
+
+    Empty without repeats.
+    """
     # a tensor's difference, estimated from a few random sums, may be small by chance; so it is at
     # least the median over all tensors
     if not repeats:
@@ -257,7 +260,7 @@ def compare_ranks(
 
 
 class Action(Enum):
-    """What happens after an audit."""
+    """What training does after an audit: continue, audit again, warn, make shares equal or end."""
 
     GO_ON = "go on"
     CONFIRM = "confirm"  # audit the next step too, without a message yet

@@ -56,9 +56,9 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return how many windows to observe before shares may change; 0 excludes changes.
+    """Return how many measuring windows to observe before the shares may change.
 
-    `window_s` is the duration of a window in seconds.
+    0 means that they may not change. `window_s` is the duration of a window in seconds.
     """
     # with 0, shares don't change at all, because that wouldn't help
     seconds = EVIDENCE_SECONDS.get(bottleneck)

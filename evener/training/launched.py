@@ -131,7 +131,10 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def abort_if_lost(error: BaseException) -> None:
-    """Abort a launched process after a device error, so that its launcher checks the devices."""
+    """Abort this process after an error of a broken GPU, for the launcher to check its devices.
+
+    Other errors are ignored, and so are processes without a launcher.
+    """
     if launched_device() and is_device_error(error):
         sys.stdout.flush()
         sys.stderr.flush()

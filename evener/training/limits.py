@@ -213,7 +213,7 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 
 
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts of a step, shortened so that none overlap.
+    """Return the parts of a step, shortened so that no time counts twice.
 
     Together they take at most `step_s` seconds.
     """
@@ -299,7 +299,7 @@ class _RemainingTime(NamedTuple):
 
 
 def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
-    """Return the predicted duration of a step after the part's remedy, or a measured one."""
+    """Return how long a step takes without this part, as measured or as predicted."""
     # A measured duration without the part comes before an estimate.
     if part.without_s is not None:
         error_s = part.without_error_s

@@ -142,8 +142,8 @@ class PassLimit:
     def count_failure(self, rows: int, least: int, held: str) -> None:
         """Count a pass of `rows` rows that ran out of memory.
 
-        `held` says for the message what holds the memory. Raises DeviceError after 20 failures in a
-        row of passes too small to divide.
+        `held` is text for the error message on what uses the memory. Raises DeviceError after 20
+        failures in a row of passes too small to divide.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -170,7 +170,7 @@ class PassLimit:
 
 
 class _Range(NamedTuple):
-    """Rows of one of the plan's passes that aren't computed yet."""
+    """A range of rows of one pass of the plan, still to be computed."""
 
     number: int
     start: int
@@ -237,7 +237,7 @@ class PassQueue:
         return True
 
     def retry(self, is_whole: bool = True) -> None:
-        """Put the taken pass back after it ran out of memory.
+        """Put the pass returned by `take` back into the queue, because it ran out of memory.
 
         `is_whole` is False for a piece of a pass that had failed before.
         """

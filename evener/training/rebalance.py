@@ -81,7 +81,7 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class Window(NamedTuple):
-    """Measurements over a few consecutive steps."""
+    """Measurements of all ranks over a few consecutive steps."""
 
     start: int  # first step of the window
     factors: tuple[float, ...]  # each rank's own work divided by its curve's seconds
@@ -262,7 +262,7 @@ class Rebalancer:
     def _set_memory_limits(
         self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]
     ) -> None:
-        """Update the rows that fit in each rank's memory."""
+        """Update how many rows fit in each rank's memory."""
         # The parameters are those of `observe`. If a rank then needs another number of passes, the
         # past windows are dropped.
         ranks = range(len(self.shares))
@@ -272,7 +272,7 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _find_room(self, rank: int, fits: int, passes_fit: int) -> Room:
-        """Return the rows that fit in a rank's memory."""
+        """Return how many rows fit in a rank's memory, in one pass and in each of several."""
         # `observe` describes the parameters. The plan's number comes first, then a prediction from
         # measured memory. Without either, the initial share may grow by a fixed factor.
         share, most, now = self.shares[rank], self._most[rank], self._rooms[rank]

@@ -61,7 +61,10 @@ class AssignmentSearch:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Return the seconds that each rank would need for the first `rows` rows."""
+        """Return the seconds that each rank would need to compute the first `rows` rows alone.
+
+        Passes end at the row indices in `stops`.
+        """
         # passes end at the row indices `stops`
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
@@ -349,7 +352,7 @@ class RowAssigner(msgspec.Struct, frozen=True):
 def make_row_assigner(
     batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]
 ) -> RowAssigner:
-    """Return the assigner for a plan's shares.
+    """Return the RowAssigner for the ranks' shares of a plan.
 
     `batches` and `micros` are the ranks' rows per step and per pass.
     """

@@ -83,10 +83,10 @@ class RankStep(NamedTuple):
 
 
 def divide_steps(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
-    """Return a breakdown of each rank's mean step, with waiting and exchange separated.
+    """Return a breakdown of each rank's mean step that separates waiting from the all-reduce.
 
     `least_meeting_s` are the ranks' shortest times from their own last gradient to the end of the
-    exchange, in seconds.
+    all-reduce, in seconds.
     """
     # The smallest of these times counts as the exchange of every rank, because even the last rank
     # needs that long. The rest of a rank's mean `meeting_s` is waiting.

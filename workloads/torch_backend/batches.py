@@ -184,7 +184,7 @@ class Data:
     def assigned(
         self, sizes: Sequence[int], rank: int, assigner: RowAssigner, epoch: int
     ) -> UnevenBatchSampler:
-        """Return a sampler that assigns rows to ranks by their lengths."""
+        """Return a sampler that assigns rows to ranks by length, so that all finish together."""
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
         rows = LengthSampler(

@@ -438,7 +438,7 @@ class TorchWorkload(Workload, StepListener):
         return self._batches
 
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
-        """Weight this rank's gradients by its share of the batch that begins."""
+        """At the start of a batch, weight this rank's gradients by its share of the rows."""
         model = self._model
         exchange: Any = model.exchange if isinstance(model, Exchanged) else None
         if self._shards is not None:
