@@ -248,7 +248,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor computed from two parts of a batch adds up to that of both."""
+        """Return whether a tensor's values for two parts of the rows add up to that for both."""
         # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
         # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)
@@ -477,7 +477,7 @@ class Guard(Recorder):
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:
-        """Return a few rows, collated again by the loader; None if it doesn't collate alike."""
+        """Return a few rows of the batch, collated by the loader; None if that isn't possible."""
         # The collate function must do more than stack rows, reproduce the batch, and make as many
         # tensors as the batch has. The rows are fetched on the first call only.
         if not self._collated and self._few is not None:

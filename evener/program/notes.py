@@ -148,7 +148,7 @@ class Notebook:
                 self._record.add(step.sizes, step.own_work_s, step.step_s, step.disturbed)
 
     def leave(self) -> None:
-        """Write this rank's `RankNote` to the settings' folder."""
+        """Write this rank's `RankNote` to the folder that `evener run` has named."""
         if not self.settings.folder:
             return
         if not self.hooks and self._supposes_even:

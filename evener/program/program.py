@@ -390,9 +390,9 @@ class Program:
                 self._followed.add(model)
 
     def begin(self, loop: Any) -> None:
-        """Start a step with the loop's new batch.
+        """Start a step with the batch that `loop` has just yielded.
 
-        Raises RequestError if the loop's batches still have the shares of a run that has ended.
+        Raises RequestError if the batch still has the shares of a training run that has ended.
         """
         if self.training is None and len(set(loop.sizes)) > 1:  # of the run that has ended
             raise RequestError(*views.INTERRUPTED)
@@ -503,7 +503,7 @@ class Program:
             self._guard = None
 
     def _handle_several_loops(self, loop: Any) -> None:
-        """Check that two loops in one step divide their rows in the same ratios between ranks.
+        """Check that two loops in one step divide their rows among ranks in the same ratios.
 
         Raises RequestError if they don't.
         """

@@ -34,7 +34,7 @@ _LOGGED = (
 
 
 def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `Trainer.train`: train with unequal shares if that is possible."""
+    """Hook of `Trainer.train`: train with unequal shares if the user's Trainer allows that."""
     new = not hasattr(trainer, "_planned")
     if new and dist.is_available() and dist.is_initialized() and _trains_as_loop(trainer):
         PROGRAM.remarks = [_LOGGED]

@@ -45,7 +45,7 @@ MOST_SEARCHED, MOST_ITEMS = 100, 16
 
 
 class _Iteration:
-    """One loop over a loader; counts the batches that no optimizer step followed."""
+    """One loop over a loader; counts its successive batches without a backward pass."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = None if loader is None else weakref.ref(loader)

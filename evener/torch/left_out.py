@@ -38,9 +38,10 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record, before the backward pass, whether the loss is 0.
+        """Record, before the backward pass, whether the loss is 0 where it usually isn't.
 
-        `made_of` identifies the operations that computed the loss.
+        `made_of` identifies the operations that computed the loss. Operations that have once given
+        another loss than 0 aren't checked again.
         """
         # Reading a loss makes the host wait for the device. So operations whose loss was once other
         # than 0 aren't checked again.

@@ -305,7 +305,7 @@ class PlannedTraining:
         return model
 
     def follow_averaged(self, model: Any) -> None:
-        """Scale the losses of a model whose gradients FSDP or DeepSpeed averages over ranks.
+        """Prepare to weight the losses of a model whose gradients FSDP or DeepSpeed averages.
 
         Raises RequestError if it can't be trained with unequal shares.
         """

@@ -70,7 +70,7 @@ class GeneratorState(msgspec.Struct, frozen=True, eq=False):
 
 
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
-    """A recorded call of a function or a model."""
+    """A recorded call of a PyTorch function or a model, with its arguments and result."""
 
     function: Callable[..., Any]
     arguments: Any
@@ -176,7 +176,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
-        """Record that the backward pass of a loss has ended."""
+        """Call `after`, because the backward pass of a loss has ended."""
         self.losses += 1
         self._busy = True
         try:

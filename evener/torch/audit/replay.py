@@ -25,7 +25,7 @@ Compute = Callable[[Any, int], Any]  # computes the loss of a batch and its numb
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """Result of an audit of a recorded loss."""
+    """What an audit of a recorded loss has found, or why it wasn't possible."""
 
     audited: Audited | None  # the audit; None if it isn't possible
     fault: str = ""  # why it isn't possible, as a part of a message
