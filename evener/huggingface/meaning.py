@@ -317,7 +317,7 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Compare the gradient by unequal shares with that of all rows at once.
+        """Compare two gradients: of all rows at once, and by unequal shares.
 
         Returns the difference and its cause, or None if they agree.
         """

@@ -218,7 +218,7 @@ def find_lengths(trainer: Any) -> list[int] | None:
 
 
 def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
-    """Return whether the trainer's data loader forms its batches by a custom batch sampler."""
+    """Return whether the trainer's data loader has a custom batch sampler."""
     loader = make_undivided(trainer, make_loader)
     kind = type(getattr(loader, "batch_sampler", None))
     return isinstance(loader, DataLoader) and kind not in (BatchSampler, type(None))
@@ -227,7 +227,7 @@ def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
     """Return the data set, collate function and row sampler of the trainer's data loader.
 
-    Raises RequestError if the loader forms its batches by a custom batch sampler.
+    Raises RequestError if the loader has a custom batch sampler.
     """
     loader = make_undivided(trainer, make_loader)
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:

@@ -638,7 +638,10 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return seeds for the model's random layers, by variable; both steps then draw alike."""
+        """Return seeds for the model's random layers, so that both steps draw the same numbers.
+
+        The keys are the layers' variables.
+        """
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
             # the same in all processes, however often they have drawn, and different in each step
@@ -873,7 +876,10 @@ class StepAudit:
         return bool(failed == 0)
 
     def _share_finding(self, finding: Finding | None) -> Finding | None:
-        """Send one process's finding to all, so that all act alike; None if there is none."""
+        """Send one process's finding to all processes, so that all react in the same way.
+
+        The result is None if no process has a finding.
+        """
         if self._group is None:
             return finding
         rank, size = self._group.rank, self._group.size

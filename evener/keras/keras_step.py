@@ -272,7 +272,7 @@ def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Divide a model's extra losses into those that layers add and those of regularizers."""
+    """Divide a model's extra losses into losses that layers add and losses of regularizers."""
     # Keras lists the regularizers' losses last
     regularized = sum(
         getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights

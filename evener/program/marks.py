@@ -39,7 +39,7 @@ class TensorMarks:
             }
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the tensor's own mark, or else that of its storage; "" without either."""
+        """Return the tensor's own mark, or else the mark of its storage; "" without either."""
         # the tensor's own mark has priority over the mark of its storage
         if tensor in self._made:
             return self.find_own(tensor)

@@ -195,7 +195,7 @@ class PlannedTraining:
 
     @property
     def _compares_data(self) -> bool:
-        """Whether data sets still have to be compared with those of other ranks."""
+        """Whether it still has to be checked that all ranks have the same data sets."""
         # `evener run` (follows_launcher) compares data sets in its own way
         return self._data is not None and self.world > 1 and not self.audits.follows_launcher
 

@@ -29,7 +29,7 @@ class TakenBatch:
         self.used = False  # True once a wrapped model has computed it
 
     def alive(self) -> list[torch.Tensor]:
-        """Return those of the batch's tensors that still exist."""
+        """Return the batch's tensors that still exist."""
         every = [reference() for reference in self.tensors]
         return [tensor for tensor in every if tensor is not None]
 

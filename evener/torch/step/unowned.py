@@ -54,7 +54,7 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of the parameters that a module owns.
+        """Return the parameters among these that a module owns.
 
         Raises RequestError if gradients of the others were neither summed over ranks nor equal on
         all ranks.
