@@ -227,7 +227,7 @@ def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
     """Return the data set, collate function and row sampler of the trainer's data loader.
 
-    Raises RequestError if the loader has a custom batch sampler.
+    Raises RequestError unless it is a DataLoader with PyTorch's own BatchSampler.
     """
     loader = make_undivided(trainer, make_loader)
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
