@@ -310,7 +310,10 @@ class Backend(Protocol):
     def visible(
         self, devices: Sequence[Device], variables: Mapping[str, str]
     ) -> tuple[Device, ...]:
-        """Return the devices that a process with these environment variables would see."""
+        """Return the devices that a process with these environment variables would see.
+
+        The result has the order of that variable.
+        """
         return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
@@ -342,7 +345,10 @@ class Backend(Protocol):
         return ChildEnvironment({**QUIET, **self.show([device.id for device in devices])})
 
     def show(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the environment variable that makes only the devices with these ids visible."""
+        """Return the environment variable that makes only the devices with these ids visible.
+
+        A process then sees the devices in this order.
+        """
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:

@@ -243,7 +243,10 @@ class RemoteObject:
         return self._agent.generation
 
     def restart(self, generation: int) -> bool:
-        """Restart the actor after a failure; see `Agent.restart`."""
+        """Restart the actor after a failure; see `Agent.restart`.
+
+        Returns False if that fails.
+        """
         return self._agent.restart(generation)
 
     def begin(self, method: str, *arguments: Any) -> Any:

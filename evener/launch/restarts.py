@@ -33,7 +33,8 @@ def run_job(first: HostJob, max_restarts: int) -> int:
 
     Before a restart, every device is checked. Broken devices are left out, and devices that work
     again take part again. The exit code is 128 plus the signal's number after a signal. Raises
-    PlanError if the plan's file has changed, and DeviceError if no device is left.
+    PlanError if the plan's file has changed, and DeviceError if no device is left, or if a device
+    of a job on several hosts is broken.
     """
     # Training ends when all processes succeed, a script raises an exception, or the restarts are
     # used up. After a loss, all devices of the job `first` are checked. With several hosts, no

@@ -49,10 +49,11 @@ def is_ratio(ratio: object) -> bool:
 
 
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Divide a batch in proportion to `ratios`, and return the rows of each device.
+    """Divide a batch in proportion to `ratios` by largest remainders; return each device's rows.
 
-    A ratio of 0 gets no rows. Every other device gets at least one if there are enough. Raises
-    RequestError for an invalid batch or ratio.
+    The rows add up to the batch, and ties go to the earlier device. A ratio of 0 gets no rows.
+    Every other device gets at least one if there are enough. Raises RequestError for an invalid
+    batch or ratio.
     """
     # an empty replica can abort a TensorFlow process
     check_ratios(ratios)
@@ -159,7 +160,7 @@ def count_passes(batch: int, micro: int) -> int:
 def split_passes(batch: int, micro: int) -> tuple[int, ...]:
     """Return the rows of each pass, as equal as possible, with the smaller passes first.
 
-    Raises RequestError if `micro` isn't a whole number of at least 1.
+    The result is () for 0 rows. Raises RequestError if `micro` isn't a whole number of at least 1.
     """
     passes = count_passes(batch, micro)
     return even(batch, passes)[::-1] if passes > 0 else ()

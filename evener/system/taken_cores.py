@@ -171,7 +171,10 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Return the seconds for which the container's CPU quota has stopped its processes so far."""
+    """Return the seconds for which the container's CPU quota has stopped its processes so far.
+
+    With several quotas, the longest time counts; 0 if unknown.
+    """
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):
         name, unit = ("throttled_usec", 1e-6) if version == 2 else ("throttled_time", 1e-9)

@@ -332,7 +332,10 @@ class PlannedTraining:
     # ------------------------------------------------------------------ a global batch
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a global batch with the given row counts by rank, without evener's loader."""
+        """End the previous global batch, and begin one with the given row counts by rank.
+
+        It is for adapters: the loader of a Split begins its batches itself.
+        """
         self.end()
         self.timer.begin(tuple(sizes))
         self.weights.begin(sizes)

@@ -327,7 +327,7 @@ class Audits:
 
     @property
     def confirms(self) -> bool:
-        """True if this step's audit is to confirm a difference that the last audit found."""
+        """True if the next audit is to confirm a difference that the last one found."""
         return self._confirms
 
     def decide(self, difference: GradientDifference | None) -> Action:

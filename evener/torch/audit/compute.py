@@ -62,6 +62,8 @@ class GradientSketcher:
     - `keeps_autocast`: whether passes run in the autocast of the training run.
     - `measures`: whether to measure rounding even if nothing differs.
     - `known`: what earlier audits learned about the passes.
+
+    Compute sketches inside the context of `open`.
     """
 
     def __init__(

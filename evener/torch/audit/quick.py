@@ -39,7 +39,10 @@ class KnownPasses(msgspec.Struct):
 
 
 class QuickPass:
-    """Context manager that detects whether random numbers are drawn inside."""
+    """Context manager that detects whether random numbers are drawn inside.
+
+    `has_drawn` is set on exit; if it is True, the pass has to be repeated with EvenRandomness.
+    """
 
     # a row's random numbers may then depend on the size of its batch
 

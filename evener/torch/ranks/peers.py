@@ -97,7 +97,10 @@ class PeerWatcher:
         return f"evener/{self._number}/{name}/{rank}"
 
     def note(self, error: str) -> None:
-        """Tell the other ranks that this one ends, and with which error; "" means without one."""
+        """Tell the other ranks that this one ends, and with which error; "" means without one.
+
+        Only the first call has an effect.
+        """
         if self._noted_error is None:
             self._noted_error = error
             note = ExitNote(error, self._read_progress()[0], count_exchanges())

@@ -156,7 +156,7 @@ def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Ite
 def _gather_parameters(flat: Flat, shard: torch.Tensor) -> Tensors:
     """Gather a flat tensor from all ranks; on rank 0, return its parameters by name.
 
-    `shard` is this rank's part of it. Other ranks get an empty dict.
+    `shard` is this rank's part of it. Other ranks get an empty dict. Every rank has to call this.
     """
     # `shard` is this rank's part of the parameters or of an optimizer state
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
