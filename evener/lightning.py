@@ -139,7 +139,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
-        """Turn shuffling off if the trainer overfits batches."""
+        """Turn off shuffling, as Lightning does, if the trainer has to overfit a few batches."""
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             # the user has given no order of rows, which would stay
             rows.shuffle = False  # as Lightning does with its own loaders
@@ -167,7 +167,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.sum_by_shares()
 
     def prepare_metrics(self) -> None:
-        """Prepare the averaging of metrics over passes, and the check of retried passes."""
+        """Set up what averages metrics over passes, and what checks a pass before it is divided."""
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
@@ -185,7 +185,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._rendezvous_on_hosts()
 
     def _rendezvous_on_hosts(self) -> None:
-        """Before each batch, let the first rank decide whether all ranks stop for a SIGTERM."""
+        """Let all ranks stop at the same batch after SIGTERM: the first rank decides."""
         # If another rank receives SIGTERM but the first doesn't, that rank stops by itself one
         # batch later. Lightning's own handler would synchronize with the other ranks immediately,
         # while they may be in a step's all-reduce; the one installed here only records the signal.
@@ -217,7 +217,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         setattr(loop, private.ASKS, ask)
 
     def configure_ddp(self) -> None:
-        """Wrap the model in DistributedDataParallel if there are several ranks."""
+        """Wrap the model in DistributedDataParallel, unless there is a single rank."""
         if self._planned.world > 1:
             super().configure_ddp()
 
@@ -367,9 +367,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _compute_next_pass(self) -> Any:
-        """Compute the next pass that succeeds, and return what training_step returned.
+        """Compute passes until one succeeds, and return what training_step returned for it.
 
-        None after the last pass.
+        The result is None after the last pass.
         """
         for part in self._turns:
             self._part, self._put_back = part, self._metrics.keep()
@@ -395,7 +395,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Return the result with the mean loss of all ranks as its value, and its own gradient."""
+        """Give training_step's loss the mean value of all ranks, but keep this rank's gradient.
+
+        Code that decides by the loss then decides the same on all ranks.
+        """
         # code that decides by the loss thus decides the same on all ranks
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())

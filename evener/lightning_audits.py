@@ -1,4 +1,4 @@
-"""Check that a LightningModule's loss gives the same gradient with shares as with whole batches."""
+"""Audits of a LightningModule: check that shares give the same gradient as the whole batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REMEDIES = {
 
 
 class ModuleAudit:
-    """Compares gradients of divided and whole batches, for the module of a PlanStrategy."""
+    """Compares the gradients of shares and of the whole batch, for a LightningModule's loss."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -38,17 +38,17 @@ class ModuleAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, loader: Any, step: int, others: Sequence[Any]) -> None:
-        """Audit the gradients of batch number `step` if an audit is due.
+        """Audit the gradients of batch number `step`, if an audit is due.
 
-        `others` are training_step's arguments after the batch. Raises RequestError if gradients
-        differ.
+        `loader` is the training loader. `others` are training_step's arguments after the batch.
+        Raises RequestError if gradients differ.
         """
         # the loader is the training loader
         own = self._strategy.lightning_module.training_step
         self._audits.after_batch(partial(self._find, loader, step, others), own)
 
     def find_difference(self, loader: Any) -> str:
-        """Audit a batch now, and return "" or a text on the difference."""
+        """Audit the loader's first batch; return how gradients differ, or "" if they don't."""
         found: str = self._audits.find_difference(partial(self._find, loader, 0, None, True))
         return found
 
@@ -117,7 +117,7 @@ def _list_weights(module: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _kept_steps(strategy: Any) -> Iterator[None]:
-    """Context manager: optimizer steps do nothing, and gradients are restored at the end.
+    """Context manager in which optimizers take no steps; gradients are restored at the end.
 
     Raises RequestError if the weights are too large to be copied.
     """
@@ -142,7 +142,7 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield an object, a method's name and a stub for each call that would take a step."""
+    """Yield what to replace so that nothing takes a step: an object, a method and its stand-in."""
     # the stub replaces the method during an audit
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for optimizer in strategy.optimizers:

@@ -1,4 +1,4 @@
-"""Run training_step on parts of a batch, and average the metrics that it logs."""
+"""Runs training_step on each pass of a batch, and averages the metrics that it logs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def loss_of(result: Any) -> Any:
 
 @contextmanager
 def silent(module: Any) -> Iterator[None]:
-    """Context manager: nothing that the module logs is recorded."""
+    """Context manager in which nothing that the LightningModule logs is recorded."""
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
     module.log = module.log_dict = lambda *_, **__: None
@@ -108,7 +108,10 @@ Sums = tuple[torch.Tensor, ...]
 
 
 class PassMetrics:
-    """Averages the metrics that training_step logs or reduces over passes and ranks."""
+    """Averages metrics over the passes of a batch and over ranks.
+
+    These are the metrics that training_step logs or reduces.
+    """
 
     # A pass that ran out of memory is computed in pieces. Ranks reduce each metric once per pass,
     # in its last piece.
@@ -130,17 +133,17 @@ class PassMetrics:
         return private.logged(self._module.trainer)
 
     def begin(self) -> None:
-        """Start a new batch."""
+        """Forget the metrics of the previous batch."""
         self._earlier, self._pieces, self._reduced = {}, {}, {}
 
     def end(self, part: Part) -> None:
-        """End a part; after its last part, the pass is added to the batch's metrics."""
+        """End a part of a batch; once its pass is complete, the pass's metrics are kept."""
         if part.turn.ends:
             self._earlier |= self._reduced
             self._pieces, self._reduced = {}, {}
 
     def keep(self) -> Callable[[], None]:
-        """Save the metrics' state, and return a function that restores it."""
+        """Return a function that restores the metrics as they are now."""
         attributes = keep_attributes(
             self._module, *self._metrics, apart=(own_buffers(self._module),)
         )
@@ -168,9 +171,9 @@ class PassMetrics:
 
     @contextmanager
     def counting(self, part: Part, rows: Any) -> Iterator[None]:
-        """Context manager for a part's forward pass: metrics count `rows` rows.
+        """Context manager around the forward pass of a part, which counts as `rows` rows.
 
-        A part with weight 0 leaves no trace in the metrics.
+        A part with weight 0 doesn't change the metrics.
         """
         module, logged = self._module, self._logged
         before = module._current_fx_name, logged.batch_size
@@ -188,7 +191,7 @@ class PassMetrics:
             self._part, (module._current_fx_name, logged.batch_size) = None, before
 
     def _average_steps(self, before: dict[str, Any]) -> None:
-        """Average the metrics logged per step over the passes computed so far."""
+        """Average each metric logged per step over the batch's passes so far."""
         # `before` holds the metrics' values before this pass. Metrics that the pass didn't log are
         # skipped.
         for name, metric in self._logged.items():

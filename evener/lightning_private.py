@@ -1,4 +1,4 @@
-"""All private names of Lightning that evener uses."""
+"""The private parts of Lightning that evener uses, all in one place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def searches_rate(callback: Any) -> bool:
 
 
 def shares_out_rows(trainer: Any) -> bool:
-    """Return the trainer's option `use_distributed_sampler`."""
+    """Return whether Lightning divides rows among ranks (the option `use_distributed_sampler`)."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 

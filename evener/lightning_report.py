@@ -14,7 +14,7 @@ extract_batch_size = import_module(f"{LIGHTNING}.utilities.data").extract_batch_
 
 
 class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
-    """Callback: show training in evener's monitor, and log its metrics to the trainer's loggers."""
+    """Lightning callback that reports training to evener's monitor and the trainer's loggers."""
 
     # With a plan or `evener run`, they receive compute time (own work), waiting time, shares and
     # samples/s. With a plan, the monitor gets the steps even without this callback.
@@ -57,7 +57,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
                 logger.log_metrics(found, step=trainer.global_step - 1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Keep the time of validation out of the step's time."""
+        """Keep a validation's duration out of the next step's time."""
         if self._clock is not None:
             self._clock.interrupt()
 

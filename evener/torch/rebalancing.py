@@ -187,11 +187,14 @@ class Rebalancing:
 
     @property
     def _divides(self) -> bool:
-        """Whether a rank may compute its share in more passes than now."""
+        """Whether a rank may divide its share into more passes than now."""
         return not self.passes and not self._training.weights.computes_at_once
 
     def _begin_exchange(self, metrics: RankTimes) -> tuple[Any, torch.Tensor]:
-        """Start to send this rank's measurements to all ranks; return the work and its tensor."""
+        """Start to send this rank's measurements to all ranks.
+
+        Returns the handle to wait for, and the tensor that then has all ranks' measurements.
+        """
         # Each rank sends its compute time and pass limit of each window, these metrics, the rows
         # that fit in a single and in several passes, and the batches drawn ahead. Ranks have their
         # own positions in the tensor, and send zeros in the others.

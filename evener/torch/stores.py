@@ -31,7 +31,7 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
 def open_file_store(path: str) -> Any:
-    """Return a store in the given file, for any number of processes."""
+    """Return a key-value store in the given file, which any number of processes can share."""
     # with a fixed number of processes, they would delete the file when they exit
     return dist.FileStore(path, -1)
 
@@ -124,7 +124,7 @@ def _limit_tcp_stores() -> None:
 
 
 def listen_at(host: str, port: int) -> dict[str, int]:
-    """Return arguments with which a TCPStore listens at `host` only.
+    """Return arguments that make a TCPStore listen at `host` only, not on all interfaces.
 
     The result is empty for 0.0.0.0 and ::, and if the host can't be resolved or bound.
     """
@@ -141,7 +141,7 @@ def listen_at(host: str, port: int) -> dict[str, int]:
 
 
 def open_tcp_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
-    """Return a TCPStore at host and port.
+    """Connect to a TCPStore at this host and port, and return it.
 
     With `serves`, this process runs the server. Otherwise RuntimeError is raised if no process does
     within `timeout`.

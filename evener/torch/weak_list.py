@@ -13,7 +13,7 @@ _IS_THERE: Any = partial(is_not, None)
 
 
 class WeakList(Generic[T]):
-    """List of objects that it doesn't keep alive, fast to iterate over."""
+    """List with weak references to its objects; iterating over it is fast."""
 
     # Iterating over a WeakSet or WeakKeyDictionary takes several times as long.
 

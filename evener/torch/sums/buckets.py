@@ -34,8 +34,8 @@ GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 class Bucket:
     """Flat tensor with the gradients of several parameters, which a single all-reduce sums.
 
-    The tensor also has a flag for each parameter with a gradient, and at its end (the tail) values
-    by which ranks notice differences.
+    The tensor also has a flag for each parameter with a gradient. At its end (the tail) are values
+    that ranks compare.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -302,7 +302,7 @@ class HostCopy:
 
 
 class TailReader:
-    """Reads the last values of a bucket, by which ranks detect that they have diverged.
+    """Reads the last values of a bucket, which ranks compare to detect that they have diverged.
 
     These are model weights, buffers and batch numbers.
     """

@@ -196,7 +196,7 @@ class Exchange:
     # ------------------------------------------------------------------ a backward pass
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Register hooks on the model's outputs, by which a backward pass from them is noticed.
+        """Register hooks on the model's outputs that run when a backward pass reaches them.
 
         If `sync` is False, gradients are accumulated without an all-reduce. Raises RequestError if
         an earlier backward pass failed after sending gradients. `batch` is the batch of the
@@ -221,7 +221,7 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Register hooks on the parameters, by which a backward pass is noticed.
+        """Register hooks on the parameters that run when a backward pass computes gradients.
 
         This is for outputs in which no tensor was found.
         """
