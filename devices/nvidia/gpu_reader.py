@@ -265,7 +265,10 @@ class GpuReader:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Estimate both times from the throttle reasons, for a GPU without counters."""
+        """Estimate both times from the throttle reasons, for a GPU without counters.
+
+        Both are totals in seconds since the reader was created; None if unknown.
+        """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
             return None, None

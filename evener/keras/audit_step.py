@@ -345,7 +345,10 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return a StepCall, with Keras' masks attached again to its outputs."""
+    """Return a StepCall, with Keras' masks attached again to its outputs.
+
+    None stays None.
+    """
     # `call` has outputs, their masks, losses and attributes.
     if call is None:
         return None

@@ -152,7 +152,10 @@ def _join_group(peers: tuple[str, ...], rank: int) -> Group:
 
 
 def _read_cluster(config: Any) -> tuple[list[str], int]:
-    """Return the addresses of all processes and this process's rank."""
+    """Return the addresses of all processes and this process's rank.
+
+    Raises RequestError if this process isn't in the cluster.
+    """
     # `config` is the content of TF_CONFIG.
     # the chief comes first, as in TensorFlow
     cluster, task = config.get("cluster", {}), config.get("task", {})

@@ -290,7 +290,10 @@ def loss_with(
     weight: Any,
     training: bool,
 ) -> Any:
-    """Return a batch's loss as Keras computes it from `outputs`, plus the losses in `added`."""
+    """Return a batch's loss as Keras computes it from `outputs`, plus the losses in `added`.
+
+    If there are any, they replace the losses of the layers (`model.losses`).
+    """
     token = in_step.set(True)  # a compute_loss may call the model
     model._losses_override.extend(added)  # `model.losses` returns this list unless it is empty
     try:

@@ -70,7 +70,7 @@ IN_KERAS = {
 class MeasuredRank(NamedTuple):
     """One rank's step times, rows and memory limit, from which bottlenecks are found.
 
-    Times are in seconds.
+    Times are in seconds; 0 is unknown.
     """
 
     name: str
