@@ -74,10 +74,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def problem(self) -> Problem:
-        """The input of the search.
-
-        It has batch limits, memory and other facts of the request and its devices.
-        """
+        """The search's input, such as batch limits and memory, made from request and devices."""
         request = self.request
         devices = self.devices
         micro = allows_passes(request, self.framework)

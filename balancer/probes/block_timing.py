@@ -148,7 +148,7 @@ class BlockTimer:
         return len(self._windows) == 1 and self._windows == self._blocks
 
     def add(self, block: Block) -> None:
-        """Add the block that was timed last."""
+        """Pass on the measured time of the block that `next_steps` asked for."""
         if self._steps:
             self._blocks.append(block)
             return
@@ -307,7 +307,7 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a throttling warning, and whether it should be reported."""
+    """Return a warning about throttled devices, and whether it should be reported."""
     # the warning's value is the larger of two fractions: the time in which devices report
     # throttling, and the distance of the mean step time from the blocks' median
     spent = sum(block.wall_seconds for block in clean)

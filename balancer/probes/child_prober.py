@@ -543,7 +543,7 @@ class ChildProber:
         return False
 
     def _free_memory(self, probes: tuple[Probe, ...]) -> None:
-        """End idle probe processes where the next probes need their memory."""
+        """End idle probe processes that hold memory which the next probes need."""
         held = {key: group.held_bytes for key, group in self._idle.items()}
         for key in self._memory.groups_to_end(probes, held):
             self._idle.pop(key).end()

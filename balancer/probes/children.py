@@ -65,7 +65,10 @@ Inbox = queue.Queue[tuple[int, Message]]
 
 
 class RunningChild(ABC):
-    """A probe process on this or another host, which puts its replies into an inbox."""
+    """Base class of a probe process on this or another host.
+
+    Its replies go into an inbox, which it shares with the other processes of its layout.
+    """
 
     rank: int
     alive: bool  # False once it has exited
@@ -164,9 +167,9 @@ class Child(RunningChild):
         return written.decode(errors="replace")
 
     def find_stack(self) -> Stack | None:
-        """Return the stack of its main thread, or None without an answer within STACK_SECONDS.
+        """Return the stack of the process's main thread, or None if it doesn't answer in time.
 
-        Until the process runs, the stack is the fork server's.
+        The process has STACK_SECONDS. Until it runs, the stack is the fork server's.
         """
         self._server.send_signal(self._key if self.pid else None, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_SECONDS
@@ -179,7 +182,7 @@ class Child(RunningChild):
         return stack
 
     def end(self) -> None:
-        """Kill its process group, and wait for its exit."""
+        """Kill the process and its process group, and wait for its exit."""
         self._server.send_signal(self._key, signal.SIGKILL, group=True)
         if self.pid:
             self._ended.wait(WAIT_SECONDS)

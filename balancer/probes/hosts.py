@@ -79,7 +79,7 @@ class LocalHost:
         self.monitor.wait_for_drivers(positions, stop or threading.Event())
 
     def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
-        """Return variables, cores and limits for a process on these devices.
+        """Return environment variables, CPU cores and limits for a process on these devices.
 
         Raises DeviceError if the devices can't be used.
         """
@@ -144,16 +144,16 @@ class LocalHost:
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
         """Return how much of each device's usable memory other programs hold, in bytes.
 
-        `clean` has the devices on which no probe process runs. Devices with unknown use are left
-        out.
+        `clean` has the devices on which no probe process runs. Devices whose use is unknown are
+        left out.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.measure_short(positions, own, clean)
 
     def find_neighbours(self, positions: Iterable[int]) -> dict[int, Neighbours]:
-        """Return for what part of the time other programs used each device since the last call.
+        """Return how much other programs have used each device since the last call.
 
-        Devices with unknown use are left out.
+        Devices whose use is unknown are left out.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.find_neighbours(positions, own)
@@ -451,8 +451,8 @@ class Hosts:
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
         """Return how much of each device's usable memory other programs hold, in bytes.
 
-        `clean` has the devices on which no probe process runs. Devices with unknown use are left
-        out.
+        `clean` has the devices on which no probe process runs. Devices whose use is unknown are
+        left out.
         """
         found: dict[int, int] = {}
         for host in self._among(positions):
@@ -460,9 +460,9 @@ class Hosts:
         return found
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]:
-        """Return for what part of the time other programs used each GPU since the last call.
+        """Return how much other programs have used each GPU since the last call.
 
-        GPUs with unknown use are left out.
+        GPUs whose use is unknown are left out.
         """
         found: dict[int, Neighbours] = {}
         for host in self._with_drivers(positions):

@@ -358,7 +358,7 @@ def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int,
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process, or 0 if it has gone."""
+    """Return the resident memory of a process in bytes, or 0 if there is no such process."""
     with suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0

@@ -36,19 +36,22 @@ class Sum(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """The rank's process has started and imported PyTorch."""
+    """Reply: the rank's process has started and imported PyTorch."""
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """The rank has opened its device and now joins the process group."""
+    """Reply: the rank has opened its device and now joins the process group."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """The rank has joined the process group."""
+    """Reply: the rank has joined the process group."""
 
 
 class Summed(msgspec.Struct, frozen=True, tag=True):
-    """Latency and bandwidth of the all-reduces; `wrong` describes an incorrect result, or is ""."""
+    """Reply: measured latency and bandwidth of the all-reduces.
+
+    `wrong` describes an incorrect result; "" if all were correct.
+    """
 
     latency_seconds: float
     bytes_per_second: float
@@ -56,7 +59,7 @@ class Summed(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """A command raised an exception."""
+    """Reply: a command raised an exception."""
 
     error: str
 

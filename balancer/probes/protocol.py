@@ -110,23 +110,23 @@ Command = Build | Prepare | RunSteps | KeepBatch | MeasureLink | TimeOnDevice | 
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The process has started and finished its imports."""
+    """Reply: the process has started and finished its imports."""
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):
-    """The process has built the workload; `facts` describe it."""
+    """Reply: the process has built the workload; `facts` describe it."""
 
     facts: Annotated[dict[str, str], msgspec.Meta(max_length=200)]
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """The first step with the new shares has run."""
+    """Reply: the first step with the new shares has run."""
 
     first_step_seconds: Seconds
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
-    """Duration and peak memory of the steps that a RunSteps command asked for."""
+    """Reply: duration and peak memory of the steps that a RunSteps command asked for."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     wall_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -150,31 +150,31 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):
-    """Reply to KeepBatch: whether the workload can train on one batch repeatedly."""
+    """Reply: whether the workload can train on one batch repeatedly."""
 
     able: bool
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
-    """Measured speed of the all-reduces; None if the workload can't measure it."""
+    """Reply: measured speed of the all-reduces; None if the workload can't measure it."""
 
     speed: LinkSpeed | None
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """Seconds of a step without the delay of enqueuing kernels; None if unknown."""
+    """Reply: seconds of a step without the delay of enqueuing kernels; None if unknown."""
 
     seconds: Seconds | None
 
 
 class MemoryReleased(msgspec.Struct, frozen=True, tag=True):
-    """Bytes that the process still holds on each of its devices; None means unknown."""
+    """Reply: bytes that the process still holds on each of its devices; None means unknown."""
 
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]
 
 
 class ChildError(msgspec.Struct, frozen=True, tag=True):
-    """A command raised an exception; `types` names its class and base classes."""
+    """Reply: a command raised an exception; `types` names its class and base classes."""
 
     types: Annotated[tuple[str, ...], msgspec.Meta(max_length=100)]
     text: str

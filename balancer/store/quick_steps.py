@@ -57,7 +57,7 @@ class QuickWindow(NamedTuple):
 
 
 class QuickStep(NamedTuple):
-    """A training run's quick-step time at full core speed, in seconds per row.
+    """A training run's quick-step time at full speed of its CPU core, in seconds per row.
 
     `error` is relative.
     """

@@ -75,7 +75,7 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     @property
     def simulated(self) -> bool:
-        """Whether its devices were simulated."""
+        """Whether the run used simulated devices."""
         return is_simulated(self.devices)
 
 
@@ -89,16 +89,16 @@ class StoredRun(msgspec.Struct, frozen=True):
 
     @property
     def header(self) -> Header:
-        """Header of its journal."""
+        """The header of the run's journal."""
         return self.record.header
 
     @property
     def plan(self) -> Plan | None:
-        """Its plan, or None."""
+        """The run's plan, or None."""
         return self.end.plan if self.end is not None else None
 
     def require_plan(self) -> Plan:
-        """Return its plan, or raise RequestError if there is none."""
+        """Return the run's plan, or raise RequestError if there is none."""
         if self.plan is not None:
             return self.plan
         reasons = {
@@ -338,8 +338,8 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 def _summarize_run(run: str, trainings: Trainings) -> RunSummary:
     """Return a run's row for the list of runs.
 
-    Runs are passed from newest to oldest. `trainings` collects training runs, until the search
-    whose plan they used takes them into its row.
+    A search's row includes how fast training runs with its plan were. These runs are newer, so pass
+    runs from newest to oldest, with the same `trainings` each time; it collects the training runs.
     """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"

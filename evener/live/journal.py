@@ -40,7 +40,7 @@ CHUNK_BYTES = 64 << 10  # bytes read at once to find the end of the last complet
 
 
 class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
-    """The start of training, or a restart."""
+    """Journal entry: training has started or restarted."""
 
     at: At
     workload: str
@@ -57,7 +57,7 @@ class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
 
 
 class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
-    """Speed since the previous entry of this kind."""
+    """Journal entry: the speed since the previous entry of this kind."""
 
     at: At
     step: Count  # since the processes began
@@ -71,7 +71,7 @@ class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
 
 
 class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
-    """A window of steps, and how the first rank's time in it was spent."""
+    """Journal entry: a window of steps, and how the first rank's time in it was spent."""
 
     at: At  # end of the window
     steps: Count
@@ -83,20 +83,20 @@ class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
 
 
 class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):
-    """A change of the shares."""
+    """Journal entry: a change of the shares."""
 
     change: ShareChange
 
 
 class RetreatEntry(msgspec.Struct, frozen=True, tag="retreated", tag_field="entry"):
-    """A pass that ran out of memory and was computed again in smaller ones."""
+    """Journal entry: a pass ran out of memory and was computed again in smaller ones."""
 
     at: At
     line: str  # names the device, the step, the rows before and after, and the seconds it took
 
 
 class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
-    """The gradient noise scale at a step."""
+    """Journal entry: the gradient noise scale at a step."""
 
     at: At
     step: Count  # since the processes began
@@ -105,7 +105,7 @@ class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
 
 
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The end of training, with the exception if it failed."""
+    """Journal entry: training has ended, with the exception if it failed."""
 
     at: At
     failure: str = ""  # the exception's class and first line; empty: finished
@@ -125,12 +125,12 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
     @property
     def start(self) -> StartEntry:
-        """The latest start, after any restarts."""
+        """The latest start or restart of training."""
         return next(entry for entry in reversed(self.entries) if isinstance(entry, StartEntry))
 
     @property
     def state(self) -> TrainingState:
-        """ "running", "finished", "stopped" or "failed".
+        """State of the run: "running", "finished", "stopped" or "failed".
 
         A run without an end is "stopped" if its first rank's process is gone or on another host.
         """

@@ -125,7 +125,7 @@ class _Cores:
         self._update(LAST_CORE_SECONDS)
 
     def _update(self, seconds: float) -> None:
-        """Take a reading if the last one is at least `seconds` old."""
+        """Measure again how long threads have waited for CPU cores, at most every `seconds`."""
         now = time.monotonic()
         if now >= self._read_at + seconds:
             self._read_at = now
@@ -405,7 +405,7 @@ class Reporter:
                 ).start()
 
     def _note(self, record: LiveRecord) -> None:
-        """Add the record to the journal."""
+        """Add the live record to the training run's journal, if there is one."""
         # a launched run in which this process reports for all devices gets a journal here
         if self._journal is None and _is_launched_alone() and not _has_journal():
             shown = [

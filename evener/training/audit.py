@@ -147,7 +147,7 @@ def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] 
 def find_largest(
     reference: Sketch, trained: Sketch, noises: Mapping[str, float]
 ) -> GradientDifference | None:
-    """Return the tensor with the largest difference between two gradients, or None.
+    """Return the largest difference of any tensor's gradient between two computations.
 
     `noises` has each tensor's relative difference by rounding. None if nothing can be compared.
     """
@@ -168,7 +168,10 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Compare one tensor's gradient in two computations; None if there is nothing to compare."""
+    """Return how one tensor's gradient differs between two computations.
+
+    None if all gradients are 0.
+    """
     # `largest` is the norm of the reference's largest gradient. `noises` is the result of
     # `find_noises`.
     sizes = reference.size(name), trained.size(name)
@@ -439,7 +442,7 @@ def describe(
     step: int = 1,
     reference: str = AT_ONCE,
 ) -> str:
-    """Return a message about a gradient difference: its cause, its size and the step.
+    """Return a message about a gradient difference, with its cause, its size and the step.
 
     `rows` are the ranks' row counts, empty for a comparison of ranks. `reference` says how the
     correct gradient was computed.

@@ -71,7 +71,10 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor on the rows that training needs if the batch size changes to `other`."""
+    """Return the rows needed with batch size `other`, relative to the rows needed with `batch`.
+
+    Both reach the same loss.
+    """
     return (noise_scale + other) / (noise_scale + batch)
 
 
@@ -168,7 +171,7 @@ def _student(freedom: float) -> float:
 def describe(noise_scale: NoiseScale, batch: int, steps: int) -> str:
     """Return a line of text on the noise scale, measured in `steps` steps.
 
-    It also says how much of its rows' worth a batch of `batch` rows keeps.
+    It also says how efficiently a batch of `batch` rows uses its samples.
     """
     # the noise scale was measured in that number of steps
     after = f"after {steps:,} steps"

@@ -103,12 +103,15 @@ class PassLimit:
 
     @property
     def lowest(self) -> int | None:
-        """Maximum rows per pass, by experience and by predicted memory; None without a limit."""
+        """Maximum rows per pass; None without a limit.
+
+        It follows from passes that ran out of memory, and from predicted memory use.
+        """
         known = [each for each in (self.most, self.predicted) if each is not None]
         return min(known, default=None)
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
-        """Start a batch; raise the limit if memory hasn't run out in enough batches.
+        """Start a batch; raise the limit after enough batches without a lack of memory.
 
         `others_bytes` returns the device memory that other processes hold, in bytes. The limit is
         removed if they have released most of it.
@@ -128,9 +131,10 @@ class PassLimit:
             self._clean_steps = 0
 
     def count(self, rows: int, most: int, least: int = 1) -> int:
-        """Return into how many passes to divide `rows` rows, with at most `most` rows in each.
+        """Return into how many passes to divide `rows` rows.
 
-        This limit applies too.
+        A pass has at most `most` rows, and at most as many as this limit allows, but at least
+        `least` rows.
         """
         held = most if self.most is None else min(most, self.most)
         return count_smaller_passes(rows, held, least)

@@ -113,7 +113,7 @@ class StepRecord:
 
     @property
     def first(self) -> ShareTimes | None:
-        """This rank's times with the first shares of the run, or None before any step."""
+        """This rank's times with the shares at the start of the run, or None before any step."""
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
 

@@ -57,7 +57,7 @@ class StepSums(msgspec.Struct, frozen=True):
         return float(getattr(self, name)) / self.steps if self.steps else 0.0
 
     def plus(self, other: StepSums) -> StepSums:
-        """Return the sum of both totals."""
+        """Return the totals of both added up."""
         mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
         return StepSums(*(one + more for one, more in zip(mine, others, strict=True)))
 

@@ -200,7 +200,7 @@ class TrainerSteps:
         optimizer.register_step_post_hook(lambda *_: trainer.model.zero_grad())
 
     def compute(self, batch: Any) -> Any:
-        """Return the loss of one batch, as in the Trainer's training step."""
+        """Return the loss of one batch, computed as in the Trainer's own training step."""
         trainer = self._trainer
         trainer.model.train()
         if isinstance(batch, Mapping) and isinstance(labels := batch.get("labels"), torch.Tensor):

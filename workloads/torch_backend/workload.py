@@ -267,7 +267,7 @@ class TorchWorkload(Workload, StepListener):
         return self._short_of_memory
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
-        """Add the tokens and passes of a step to the work done."""
+        """Add a step's tokens and passes to the totals of this workload."""
         # A batch is padded as a whole before it is cut into passes, so its padding doesn't depend
         # on the number of passes.
         for work in works:
