@@ -65,7 +65,7 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
 
 
 class _Piece(NamedTuple):
-    """The rows now being computed.
+    """The rows that are computed at the moment.
 
     They are a gradient-accumulation pass, or a piece of one after a retry.
     """

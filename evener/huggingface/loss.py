@@ -98,7 +98,7 @@ def has_ignored(batch: Any) -> bool:
 
 
 def has_uneven_labels(batch: Any) -> bool:
-    """Return whether some rows have more labels than others, ignored ones left out."""
+    """Return whether some rows have more labels than others; ignored labels don't count."""
     labels, _ = _labels(batch)
     if labels is None:
         return False

@@ -186,7 +186,7 @@ class StepAudit:
         self._values = values
 
     def _watch(self, plain: TracedStep) -> None:
-        """Choose the variables to watch: small ones that the step reads but doesn't assign."""
+        """Choose the variables to watch: small variables that the step reads but doesn't assign."""
         # Their changes are watched.
         # a callback may assign them, for example; the training has then changed and is audited
         # again

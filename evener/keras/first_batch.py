@@ -66,7 +66,7 @@ def _other_size(spec: Any, tensor: Any) -> Any:
 
 
 def read_triple(batch: Tensors) -> Tensors:
-    """Return a batch as (inputs, labels, weights), converted to tensors; missing ones are None."""
+    """Return a batch's inputs, labels and weights as tensors; what is missing is None."""
     data = batch.data if isinstance(batch, OwnRows | AssignedArrays) else batch
     return tf.nest.map_structure(_to_tensor, keras.utils.unpack_x_y_sample_weight(data))
 

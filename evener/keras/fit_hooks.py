@@ -43,8 +43,8 @@ ARRAYS = ("x", "y", "sample_weight")
 class FitHooks:
     """Replacements for methods of one Keras model: its steps, `fit`, `evaluate` and saving.
 
-    During `fit`, `batch` is the row count of a step and `samples` that of an epoch; None if
-    unknown.
+    During `fit`, `batch` is the row count of a step and `samples` the row count of an epoch; None
+    if unknown.
     """
 
     def __init__(self, engine: Engine, split: Any) -> None:

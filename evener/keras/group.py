@@ -175,8 +175,8 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
     """Return for each process, by rank, the index of its share in the plan's active shares.
 
-    Processes are matched by device and host; if none matches, the order is that of the ranks. Every
-    process has to call this. Raises PlanError if a share has no process or several.
+    Processes are matched by device and host; if none matches, rank 0 gets the first share, and so
+    on. Every process has to call this. Raises PlanError if a share has no process or several.
     """
     host = find_host(share.host for share in active)
     device = launched_device() or os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -371,7 +371,7 @@ def _headroom(model: Any) -> float:
 
 
 def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Multiply a gradient by `headroom`, by which `scale_loss` has divided the loss.
+    """Multiply a gradient by `headroom`, because `scale_loss` has divided the loss by it.
 
     If `is_half`, elements that overflow in float16 become NaN.
     """

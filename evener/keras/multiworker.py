@@ -74,7 +74,7 @@ from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
 class Workers:
-    """Engine for several processes, each of which computes its own rows of every batch.
+    """Engine for several processes; each computes its own rows of every batch.
 
     `rebalancing` changes the shares during training, or is None. `device` names this process's
     device in messages.

@@ -1,4 +1,4 @@
-"""Adds up sparse gradients, such as that of an embedding table, over passes and processes.
+"""Adds up sparse gradients, such as an embedding table's, over passes and processes.
 
 A sparse gradient consists of slices, one for each use of a table row. Keras' optimizers square and
 clip each slice separately. If the slices were summed first, the model would learn something else.

@@ -439,7 +439,7 @@ def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
 
 
 def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
-    """Return a division of batches among devices by relative shares; equal ones by default.
+    """Return a division of batches among devices by relative shares; None makes them equal.
 
     Raises RequestError if there isn't one positive ratio for each device.
     """

@@ -19,7 +19,7 @@ from .slot import Slot, byte_count
 
 
 class Flat:
-    """Parameters of a module as one flat tensor, of which each rank holds a part (a shard).
+    """Parameters of a module in one flat tensor, which is cut into a part (shard) per rank.
 
     Arguments:
 

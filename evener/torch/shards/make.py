@@ -400,7 +400,10 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
 
 
 def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
-    """Raise a RequestError if an optimizer needs whole parameters, or has replaced ones."""
+    """Raise a RequestError if an optimizer can't train the pieces of a sharded model.
+
+    It can't if its steps need whole parameters, or if it has the parameters from before sharding.
+    """
     # nor parameters from before sharding
     if any(
         parameter in _replaced for group in optimizer.param_groups for parameter in group["params"]

@@ -198,7 +198,7 @@ class WholeParameters:
                     dist.all_reduce(flat)
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set `.grad` to the all-reduced gradients plus those that `begin` set aside.
+        """Set `.grad` to the all-reduced gradients plus the gradients that `begin` set aside.
 
         `used` tells for each parameter whether any rank has computed a gradient of it.
         """

@@ -199,7 +199,7 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Clear one parameter's gradients among those that `fold` has set aside."""
+        """Clear one parameter's gradient in what `fold` has set aside."""
         # the loop may have cleared the parameter's gradient in the meantime
         if self._hold is not None:
             self._held_views[place].zero_()
