@@ -74,7 +74,7 @@ def with_plan(
     """Return a subclass of `trainer_class` that divides its batches by a plan.
 
     Use it like the class itself. The plan, not `per_device_train_batch_size`, determines how many
-    rows each process computes, and the training equals that of the whole batch on one device. With
+    rows each process computes, and the result is as if one device trained on whole batches. With
     `gradient_accumulation_steps=A`, an optimizer step has A global batches.
 
     - `plan`: a Plan or its file; None takes the plan of `evener launch`.
