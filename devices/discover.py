@@ -133,7 +133,7 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """Return a message if the device has too little free memory to measure on, else ""."""
+    """Return a warning if the device has too little free memory for measurements, else ""."""
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
         return ""
@@ -152,6 +152,6 @@ def _full_note(device: Device, seen: Vitals) -> str:
 
 
 def _name_pids(seen: Vitals) -> str:
-    """Return up to three process ids as text, followed by "..." if there are more."""
+    """List up to three process ids as text, with "..." if there are more."""
     pids = [str(pid) for pid in seen.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

@@ -53,9 +53,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_host_ms: Amount = 0.0
 
     def seconds(self, devices: int, hosts: int = 1) -> float:
-        """Return the seconds that one synchronization takes.
+        """Return the seconds that one gradient synchronization takes; 0 for a single device.
 
-        A single device needs none. The network's costs apply from two hosts on.
+        The network's costs are added if the devices are on two or more hosts.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
@@ -188,7 +188,7 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         check_rising("curve", self.curve)
 
     def seconds(self, batch: int) -> float:
-        """Return the seconds of one step of `batch` rows."""
+        """Return the seconds of one training step of `batch` rows."""
         return max(0.0, interpolate(self.curve, batch)) / 1000
 
 
@@ -286,7 +286,7 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def placement(self, name: str) -> SimulatedPlacement | None:
-        """Return the placement of this name, or None."""
+        """Return the placement called `name`, or None if the machine has none."""
         return next((placement for placement in self.placements if placement.name == name), None)
 
     def sync_seconds(self, active: Sequence[int]) -> float:
@@ -342,7 +342,7 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, self.usable_memory_bytes(position) - left)
 
     def slowed(self, position: int, at_seconds: float) -> float:
-        """Return the fraction of its speed that a device has lost at this time."""
+        """Return the fraction of its speed that the device loses at this time; 0 is full speed."""
         if not self.events:
             return 0.0
         return max(

@@ -52,7 +52,7 @@ def find_interface(host: str) -> str:
 
 
 def find_source_address(host: str) -> str:
-    """Return this machine's address on the route to a host, or "" if there is none.
+    """Return the local address that packets to `host` are sent from, or "" without a route.
 
     No packet is sent.
     """

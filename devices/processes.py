@@ -94,9 +94,10 @@ class ProcessTable:
         self._known: dict[int, _LastReading] = {}
 
     def look(self, pid: int) -> ProcessReading:
-        """Read a process. CPU load is measured since the previous call for this process.
+        """Read a process's owner, command, CPU load and memory.
 
-        A process that has ended or can't be read gives a `ProcessReading` with only its pid.
+        The CPU load is measured since the previous call for this process. If the process has ended
+        or can't be read, only `pid` is set in the result.
         """
         before = self._known.pop(pid, None)
         now = time.monotonic()

@@ -86,7 +86,7 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
-    """Return all CPU slices, with a note that begins with `why`."""
+    """Return all CPU slices, with a message that begins with `why`."""
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)

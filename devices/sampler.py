@@ -209,7 +209,7 @@ class History:
             column[before] = value  # a second report of the same training
 
     def _forget(self) -> None:
-        """Drop the oldest values, and columns without any value."""
+        """Drop values older than the last `ticks` snapshots, and metrics without any value."""
         del self._times[: -self._most]
         for column in self._columns.values():
             del column[: -self._most]

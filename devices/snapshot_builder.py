@@ -236,7 +236,7 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
 
 
 def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
-    """Return the device report with a device id, if its index is known."""
+    """Fill in the device id of a rank's report by its device index, if it has no id yet."""
     if live.id or live.index not in by_index:
         return live
     return msgspec.structs.replace(live, id=by_index[live.index].id)
@@ -269,10 +269,10 @@ def _with_local_ids(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Map the device indices of a report to devices.
+    """Map the device indices in a process's report to devices.
 
-    If the driver sees the process on as many devices, they are matched in order; otherwise the
-    indices are taken as the driver's.
+    If the driver sees the process on as many devices as there are indices, both are matched in
+    ascending order. Otherwise the indices are taken as the driver's own.
     """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)

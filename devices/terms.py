@@ -131,10 +131,10 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
-    """Parse a part of a device list that names no kind.
+    """Parse a part of a device list that names no kind of device.
 
-    It is a device id, or the next pick of the term before, as in `gpu:0,2`. Raises RequestError if
-    it names no device.
+    It is a device id, or a further index after a term, such as the 2 in `gpu:0,2`. Raises
+    RequestError if it is neither.
     """
     if "-" in body:
         # an id's prefix names its kind; anything else has the kind of the term before

@@ -51,7 +51,7 @@ class ActorLostError(HostLostError):
 
 
 class HostActor:
-    """Ray actor on one host, which calls functions and keeps objects for another machine."""
+    """Ray actor that runs evener's functions, and keeps its objects, on one host of a cluster."""
 
     def __init__(self) -> None:
         # Ray sets it to 1 for itself, and child processes would inherit that
@@ -70,22 +70,25 @@ class HostActor:
         return function(*arguments)
 
     def keep(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
-        """Create an object on this host, and keep it under a name."""
+        """Create an object by calling `make`, and keep it in the actor under `name`."""
         self._kept[name] = make(*arguments)
 
     def ask(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call a method of a kept object. A dotted name reaches a method of an attribute."""
+        """Call a method of the object kept under `name`, and return its result.
+
+        `method` may be dotted, such as "monitor.read", to call a method of an attribute.
+        """
         return attrgetter(method)(self._kept[name])(*arguments)
 
     def drop(self, name: str) -> None:
-        """Close the kept object of this name and forget it. Does nothing for an unknown name."""
+        """Close and remove the object kept under `name`. An unknown name is ignored."""
         kept = self._kept.pop(name, None)
         if kept is not None:
             kept.close()
 
 
 def _end_with_parent() -> None:
-    """Exit this process, and with it its child processes, when the parent process has ended."""
+    """Wait until the parent process has ended, then exit this process."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
@@ -160,7 +163,7 @@ class Agent:
         return RemoteObject(self, name)
 
     def drop(self, name: str) -> None:
-        """Close a kept object on the host. A lost host is ignored."""
+        """Close the object kept under `name` on the host. Does nothing if the host is lost."""
         self._kept.pop(name, None)
         with suppress(HostLostError):
             self.finish(self.begin("drop", name), CLOSE_SECONDS)
@@ -198,9 +201,9 @@ class Agent:
         return True
 
     def hold_cpus(self, wanted: float) -> float:
-        """Reserve logical CPUs of the node in Ray, and return how many of `wanted` are missing.
+        """Reserve logical CPUs of the node in Ray, and return how many couldn't be reserved.
 
-        The request is capped at the CPUs that the node has in Ray.
+        `wanted` is first lowered to the number of CPUs that the node has in Ray.
         """
         wanted = min(wanted, self.node.cpus)
         free = self.node.free_cpus + self._held_cpus
@@ -239,7 +242,7 @@ class RemoteObject:
 
     @property
     def generation(self) -> int:
-        """How often the actor has been restarted."""
+        """The number of times that the host's actor has been restarted."""
         return self._agent.generation
 
     def restart(self, generation: int) -> bool:
@@ -361,7 +364,7 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _explain_failure(error: Exception) -> str:
-    """Return why an actor failed, as the end of a sentence about its host."""
+    """Describe an actor's failure in words that complete a sentence about its host."""
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"

@@ -39,7 +39,7 @@ PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
 
 
 class HostDevices(msgspec.Struct, frozen=True):
-    """The devices found on one host, with the package versions there."""
+    """The devices found on one host, and the package versions installed there."""
 
     found: Discovery
     versions: dict[str, str]
@@ -66,7 +66,7 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Reserve the CPUs of CPU slices, and return messages about CPUs that other jobs hold."""
+    """Reserve the CPUs of CPU slices in Ray; return messages about CPUs that other jobs hold."""
     notes = []
     for agent in agents:
         slices = [device for device in devices if device.on_cpu]
@@ -81,11 +81,10 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
 
 
 def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
-    """Return the requested terms by host address.
+    """Return the requested terms for each host, by the host's address.
 
-    A term for all hosts is assigned to every node.
-
-    Raises `RequestError` if the cluster has no host of a term's name.
+    A term for every host, such as `ray/gpu:0`, is assigned to each node. Raises `RequestError` if a
+    term names a host that isn't in the cluster.
     """
     wanted: dict[str, list[Term]] = {}
     for term in terms:
@@ -141,7 +140,7 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return this host's accelerators, the usable ones, and variables that select them."""
+    """Return this host's accelerators, the usable ones, and variables that show only those."""
     # "auto" stands for the first kind of accelerator found on this host
     # `held` are Ray's names of the usable devices; None if all are usable
     for backend in all_backends():
@@ -317,7 +316,7 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 
 
 class ClusterSource:
-    """Source of readings of devices on several hosts, each read by an actor on its host.
+    """Reads the devices of several hosts; on each host, an actor reads the host's own devices.
 
     `open_host` runs on a host and opens the source of its devices.
     """
@@ -372,7 +371,10 @@ class ClusterSource:
         return found, lost
 
     def _show_lost(self, lost: Mapping[str, str]) -> list[DeviceSample]:
-        """Return samples marked as lost for the devices of these hosts."""
+        """Return samples that mark the devices of the lost hosts as lost.
+
+        `lost` maps a host to the error.
+        """
         return [
             DeviceSample(
                 device=device,
@@ -421,7 +423,7 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """Combine the samples of several hosts: sums, and the mean CPU load over all cores."""
+    """Combine the samples of several hosts: add memory, and average the CPU load over all cores."""
     cores = sum(host.cores for host in hosts)
     return HostSample(
         cpu_percent=sum(host.cpu_percent * host.cores for host in hosts) / max(1, cores),

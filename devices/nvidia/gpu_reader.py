@@ -228,9 +228,9 @@ class GpuReader:
         return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return the energy used in joules, by the GPU's counter or else by integrating power.
+        """Return the energy used so far in joules, or None if it is unknown.
 
-        None if neither can be read.
+        It is read from the GPU's energy counter, or else computed from successive power readings.
         """
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
@@ -265,7 +265,7 @@ class GpuReader:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Estimate both times from the throttle reasons, for a GPU without counters.
+        """Estimate the two throttling times of a GPU without counters from its throttle reasons.
 
         Both are totals in seconds since the reader was created; None if unknown.
         """

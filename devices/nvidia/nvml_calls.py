@@ -82,7 +82,7 @@ class Schedule:
         return now >= self._due
 
     def kept(self, now: float) -> Reading:
-        """Return the last reading, with its age."""
+        """Return the last reading with its current age."""
         return self._last if now <= self._at else self._last.aged(now - self._at)
 
     def record(self, now: float, code: int, number: float) -> Reading:
@@ -186,9 +186,9 @@ class Fields(Batch):
 
 
 class Counter:
-    """Computes a rate from successive readings of a counter.
+    """Computes the rate at which a counter increases, from its successive readings.
 
-    Windows are at least `shortest_seconds` long, because drivers update some counters rarely.
+    A rate covers at least `shortest_seconds`, because drivers update some counters rarely.
     """
 
     __slots__ = ("_at", "_number", "_rate", "_shortest")
@@ -229,9 +229,9 @@ class Counter:
 
 
 def first_value(*readings: Reading) -> Reading:
-    """Return the first reading that has a value.
+    """Return the first reading that has a value, to choose between several sources of a metric.
 
-    Without any, return the first that isn't unsupported, or `UNSUPPORTED`.
+    If none has a value, return the first one that is supported, or `UNSUPPORTED`.
     """
     for reading in readings:
         if reading.value is not None:

@@ -130,7 +130,7 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """At the third sample, start the thread that waits for events."""
+        """Start the thread that waits for GPU errors, at the third sample."""
         # a program that takes one sample then doesn't wait for the thread when it ends
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
