@@ -84,7 +84,7 @@ class SearchView(Protocol):
 class Family(ABC):
     """Base class for a kind of layout; it lists the candidates of a search, and names them.
 
-    `kind` is the name of its layouts in journals and plans, `name` that of the family on the
+    `kind` is the name of its layouts in journals and plans, and `name` the family's own name on the
     command line. `add` registers an instance.
     """
 

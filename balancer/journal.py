@@ -135,7 +135,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
-        """The last request for probes, with those of its probes that have no outcome yet.
+        """The search's last request for probes, and the requested probes without an outcome.
 
         None if every requested probe has an outcome.
         """

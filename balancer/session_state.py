@@ -372,7 +372,7 @@ def best_alone(plan: Plan) -> dict[int, Evidence]:
 
 
 def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
-    """Return a measurement of each device alone, at the plan's global batch if there is one."""
+    """Return a measurement of each device alone, at the plan's global batch where possible."""
     batch = plan.layout.global_batch
 
     def prefer(evidence: Evidence) -> tuple[bool, bool, float]:

@@ -397,7 +397,7 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 def _measure_batches(
     alone: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
-    """Run the first probes of a search briefly, and return those that succeeded.
+    """Run the first probes of a search briefly, and return the successful measurements.
 
     Raises NoLayoutError if the workload fails.
     """

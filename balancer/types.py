@@ -302,7 +302,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def lone(self) -> bool:
-        """Whether the probe timed only a single step, so that its error is a guess."""
+        """Whether the probe timed only a single step, whose error can't be measured."""
         return self.steps == 1
 
     def held_back(self, position: int = -1) -> bool:
@@ -378,7 +378,7 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """Convert a probe from an old journal to today's stages and turns.
+    """Convert a probe from an old journal to today's stages and turn numbers.
 
     Old journals recorded single devices as SPLIT, and comparisons of options as RACE.
     """

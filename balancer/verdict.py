@@ -165,9 +165,9 @@ class SumLoss(msgspec.Struct, frozen=True):
 
 
 class UnequalDevices(msgspec.Struct, frozen=True):
-    """A pair of devices of the same product, one of which is slower than the other.
+    """Two devices of the same product with different speeds.
 
-    `ratio` is the throughput of the fast one divided by the throughput of the slow one.
+    `ratio` is the faster one's throughput divided by the slower one's.
     """
 
     fast: str

@@ -223,7 +223,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the settings that the function has parameters for."""
+    """Return only the settings that are parameters of the function."""
     return {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
 
 

@@ -184,7 +184,7 @@ def find(name: str, framework: str = "") -> Entry:
 def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the workload's settings, with the given values in place of defaults.
 
-    Values may be text. Those of the user's own function are returned unchecked. Raises
+    Values may be text. Settings of the user's own function are returned unchecked. Raises
     `RequestError` for an unknown setting, a wrong type or a value below the minimum.
     """
     if ":" in entry.name:

@@ -148,7 +148,7 @@ class BlockTimer:
         return len(self._windows) == 1 and self._windows == self._blocks
 
     def add(self, block: Block) -> None:
-        """Pass on the measured time of the block that `next_steps` asked for."""
+        """Record a block of steps that was just timed."""
         if self._steps:
             self._blocks.append(block)
             return
@@ -180,7 +180,7 @@ class BlockTimer:
         )
 
     def _count_block_steps(self, last: Block) -> int:
-        """Return how many steps make a block of the intended length."""
+        """Return how many steps take about as long as a block should take."""
         wanted = (
             round(self._block_seconds / last.step_seconds)
             if last.step_seconds > 0

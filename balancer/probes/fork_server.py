@@ -62,14 +62,14 @@ class SignalRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildForked(msgspec.Struct, frozen=True, tag=True):
-    """A process was forked."""
+    """Answer: a process was forked."""
 
     key: int
     pid: int
 
 
 class ChildExited(msgspec.Struct, frozen=True, tag=True):
-    """A process has exited; the code is negative for a signal."""
+    """Answer: a process has exited; the code is negative for a signal."""
 
     key: int
     code: int
@@ -77,7 +77,7 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
-    """Whether a probe process has left a copy of itself that can fork more processes.
+    """Answer: whether a probe process has left a copy of itself that can fork more processes.
 
     The copy holds the built workload. `obstacle` is the reason if there is no copy, else "".
     """

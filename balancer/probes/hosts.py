@@ -39,9 +39,9 @@ ANSWER_SECONDS = 3.0  # the same timeout once a rank on any host has failed
 
 
 class LocalHost:
-    """Probe processes and device monitoring on this host.
+    """Starts probe processes and reads device drivers on this host.
 
-    `name` is its name in a cluster, or "" on the machine of the search.
+    `name` is the host's name in a cluster, or "" on the machine where the search runs.
     """
 
     find_ports = staticmethod(reserve_free_ports)
@@ -93,8 +93,8 @@ class LocalHost:
     ) -> Child:
         """Start a probe process that puts its messages into `inbox`.
 
-        `cap_bytes` is its memory limit, if there is one. Raises OSError if the process can't be
-        started, and RuntimeError after `close`.
+        `cap_bytes` is its memory limit, or None. Raises OSError if the process can't be started,
+        and RuntimeError after `close`.
         """
 
         def start() -> Child:

@@ -77,7 +77,7 @@ class RunSteps(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepBatch(msgspec.Struct, frozen=True, tag=True):
-    """Command: reuse one batch for all steps, or load a new one for each again.
+    """Command: train all further steps on one batch (`kept`), or load new batches again.
 
     The reply is `BatchKept`.
     """

@@ -89,7 +89,7 @@ class SimulatedProber:
     def facts(self) -> Facts:
         """Return a digest of the machine's description, and the memory of the model's state.
 
-        The latter is None for a model that can't be sharded.
+        The memory is None for a model that can't be sharded.
         """
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
@@ -104,7 +104,7 @@ class SimulatedProber:
         return Facts(engine="simulated", workload_digest=digest, state=state)
 
     def close(self) -> None:
-        """Interrupt the waiting of running probes."""
+        """Stop waiting, so that running probes end at once."""
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:

@@ -1,19 +1,19 @@
-"""Compares two runs.
+"""Compares two training runs, or the plans of two searches.
 
-The result is the slowdown of the second run, and the part of a step that causes it. The slowdown
-has a 95 % interval. The functions have no side effects.
+The result is the slowdown of the second run, with a 95 % interval, and the part of a step that
+causes it. The functions have no side effects.
 
-Other programs, on this machine or on other virtual machines of its host, slow whole trainings by
-tens of percent, each training differently. They don't change the duration of a quick step (the 5th
-percentile of step times) on a CPU core at full speed. So two trainings are compared by the quick
-steps of their fastest windows, corrected for the speed of the core (`quick_steps.py`). Quick steps
-don't contain work that isn't in every step, such as writing checkpoints or waiting for late rows.
-The additional time that the second training certainly takes for such work is therefore added to its
-slowdown.
+Other programs, on this machine or on other virtual machines of its host, slow whole training runs
+by tens of percent, each run differently. They don't change the duration of a quick step (the 5th
+percentile of step times) on a CPU core at full speed. So two training runs are compared by the
+quick steps of their fastest windows, corrected for the speed of the core (`quick_steps.py`). Quick
+steps don't contain work that isn't in every step, such as writing checkpoints or waiting for late
+rows. The additional time that the second run certainly takes for such work is therefore added to
+its slowdown.
 
-A training's journal has a line for each window, a series of steps. Trainings without quick steps in
-their journals are compared by the means of these windows. A disturbance lasts for several windows,
-so consecutive windows are correlated. They are therefore grouped into blocks, and the interval is
+A run's journal has a line for each window, a series of steps. Runs without quick steps in their
+journals are compared by the means of these windows. A disturbance lasts for several windows, so
+consecutive windows are correlated. They are therefore grouped into blocks, and the interval is
 widened by the correlation between consecutive blocks.
 """
 

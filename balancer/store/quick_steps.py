@@ -1,21 +1,21 @@
-"""Compares how long quick steps of two trainings take on a CPU core at full speed.
+"""Compares the quick steps of two training runs as if their CPU cores had run at full speed.
 
-A quick step is shorter than almost all steps of its training. A CPU core is up to half slower while
-its other hardware thread is busy, for seconds at a time. So equal steps take unequal times. Almost
-every training has moments at full speed. Therefore a training is represented by its fastest
+A quick step is shorter than almost all steps of its training run. A CPU core is up to half slower
+while its other hardware thread is busy, for seconds at a time. So equal steps take unequal times.
+Almost every training run has moments at full speed. Therefore a run is represented by its fastest
 windows: a low percentile of the windows' quick steps.
 
 Each window also has the time of a fixed matrix product on the same core
 (`evener/system/core_speed.py`). The same percentile of these times shows whether the core was at
-full speed in the fastest windows. Full speed is that of the fastest product of both trainings. A
-training's steps are corrected if its core was slower. How much of a core's slowdown the steps have
-is estimated from the windows of both trainings: steps that wait for a GPU have none. The interval
-is then wider, because different code is slowed differently. If a training's core was never at full
-speed, the interval is so wide that a slowdown is rarely certain.
+full speed in the fastest windows. Full speed is that of the fastest product of both runs. A run's
+steps are corrected if its core was slower. How much of a core's slowdown the steps have is
+estimated from the windows of both runs: steps that wait for a GPU have none. The interval is then
+wider, because different code is slowed differently. If a run's core was never at full speed, the
+interval is so wide that a slowdown is rarely certain.
 
 The product and the quick steps of a single window aren't compared, because both were timed at
 different moments. On a machine whose 44 CPUs were all busy, the mean of windows corrected one by
-one differed by 4 to 6 % between equal trainings of a minute; corrected fastest windows by 2 %.
+one differed by 4 to 6 % between equal runs of a minute; corrected fastest windows by 2 %.
 
 The functions have no side effects.
 """

@@ -132,7 +132,7 @@ def errors_path(run: str) -> Path:
 
 
 def find(name: str) -> str:
-    """Return the id of a search from its id, a unique prefix of it, or "last".
+    """Return the id of a search, found by its id, a unique prefix of the id, or "last".
 
     Raises RequestError if there is none, or if it has measured nothing.
     """
@@ -152,7 +152,7 @@ def find(name: str) -> str:
 
 
 def find_any(name: str) -> str:
-    """Return the id of a search or training run from its id, a unique prefix, or "last".
+    """Return the id of a search or training run, found by its id, a unique prefix, or "last".
 
     Raises RequestError if there is none.
     """
@@ -254,7 +254,7 @@ def list_runs() -> tuple[RunSummary, ...]:
 
 
 def have_runs() -> bool:
-    """Return whether there is any run."""
+    """Return whether there are any runs."""
     return bool(_list_ids())
 
 

@@ -155,7 +155,7 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first start to the last entry, or to now if training runs."""
+        """Seconds from the first start to the last entry, or until now while training runs."""
         times = [entry.at for entry in self.entries if not isinstance(entry, ChangeEntry)]
         return (time.time() if self.state == "running" else times[-1]) - self.began_at
 

@@ -548,9 +548,10 @@ def _has_journal() -> bool:
 def _describe_devices(
     devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
-    """Return the devices of a report, each with a part of the total speed by its samples.
+    """Return the devices of a report, each with its part of the total speed.
 
-    Raises RequestError if the number of batches differs from the number of devices.
+    The parts are in proportion to the devices' samples. Raises RequestError if the number of
+    batches differs from the number of devices.
     """
     # `rate` is the samples/s of all devices together. `devices` and `batches` are arguments of
     # `report`.

@@ -161,9 +161,9 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a step, such as waiting for input, that may be a bottleneck.
+    """A part of a step that may be a bottleneck, such as waiting for input.
 
-    Its remedy saves the fraction `spared` of its `seconds`.
+    A remedy saves the fraction `spared` of the part's time.
     """
 
     # Waiting for input is such a part. A part is reported only if the lower bound of its gain

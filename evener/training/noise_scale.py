@@ -79,9 +79,9 @@ def extra_rows(batch: int, other: int, noise_scale: float) -> float:
 
 
 def rate_gain(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor for SGD's learning rate if the batch changes to `other` rows.
+    """Return the factor for SGD's learning rate when the batch changes from `batch` to `other`.
 
-    This is the gain ratio of AdaScale (arXiv 2007.05105).
+    Both are in rows. This is the gain ratio of AdaScale (arXiv 2007.05105).
     """
     return other / batch / extra_rows(batch, other, noise_scale)
 

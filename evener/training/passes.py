@@ -33,7 +33,8 @@ MOST_FAILURES = 20  # maximum consecutive failures of a pass that can't be small
 def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
     """Return the rows of each pass, with at most `most` rows in each.
 
-    If `passes` is above 0, it is the number of passes instead. Returns (0,) for no rows.
+    With `passes` above 0, the rows are divided into that many passes instead. Returns (0,) for no
+    rows.
     """
     # a rank without rows has one pass, in which it only takes part in collectives
     if passes:

@@ -371,7 +371,7 @@ def make_row_assigner(
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:
-    """Move a row, in place, to each rank that has none."""
+    """Change the assignment in place so that each rank has at least one row."""
     # The shortest row among all ranks with several rows is moved.
     for own in passes:
         givers = [each for each in passes if sum(map(len, each)) > 1]

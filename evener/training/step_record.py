@@ -125,9 +125,10 @@ class StepRecord:
 
 
 def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparison:
-    """Compare training speed with the last shares to the speed with the first, over all ranks.
+    """Compare the speed of training with its last shares to the speed with its first.
 
-    The result is "not comparable" if the devices' own speed has changed.
+    Both arguments have each rank's times. The result is "not comparable" if the devices' own speed
+    has changed.
     """
     # the gain is computed from the first rank's steps, because all ranks have the same step time
     before, after = first[0], last[0]

@@ -51,7 +51,7 @@ class KerasData(NamedTuple):
 def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
     """Return training data that draws shuffled batches from arrays.
 
-    `made` marks synthetic rows, so that their number isn't reported.
+    With `made`, the rows are synthetic, so their number isn't reported as the size of the data set.
     """
     length = array_rows(arrays)
 
