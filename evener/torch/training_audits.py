@@ -118,7 +118,8 @@ class TrainingAudits:
     """Checks in some steps of a training run that unequal shares give the same gradient.
 
     An audit computes a few rows again, as one batch and in parts. `training` is the
-    PlannedTraining. Every rank has to call each method equally often.
+    PlannedTraining. Ranks compare their results, so all of them have to call the same methods in
+    each step.
     """
 
     def __init__(self, training: Any) -> None:
@@ -165,7 +166,7 @@ class TrainingAudits:
 
     @property
     def follows_change(self) -> bool:
-        """Whether the current step is audited because the loss changed, not by schedule."""
+        """Whether the current step is audited because the loss has changed, not by schedule."""
         return self._due and not is_audited(self.judge.step)
 
     @property
@@ -189,7 +190,7 @@ class TrainingAudits:
     def begin(self, batch: Any) -> bool:
         """Begin a batch; return whether its gradients have to be audited.
 
-        A second call with the same batch returns the same.
+        Calling it again with the same batch returns the same answer.
         """
         # a single device that computes a batch at once needs no audit
         if self._is_single_device:
@@ -432,7 +433,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, replayed: Replayed) -> None:
-        """Warn why a loss couldn't be audited, or that padding limited what the audit shows."""
+        """Warn that a loss couldn't be audited and why, or that padding limited the audit."""
         # with that padding, the audit can't show whether other padding would change the loss
         fault = replayed.fault
         if replayed.cut and replayed.audited is not None and replayed.audited.difference is None:
@@ -675,9 +676,9 @@ class TrainingAudits:
     def _share_result(
         self, replayed: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
-        """Send this rank's audit to the other ranks, and act on it if gradients differ.
+        """Send this rank's audit result to the other ranks, and act on a difference.
 
-        It leads to a warning, RequestError or equal shares.
+        If gradients differ, it warns, raises RequestError, or switches to equal shares.
         """
         # A difference leads to a warning, RequestError or equal shares. This doesn't wait for the
         # other ranks' results. `numbers` are those used in the loss, if known. With `survives`,
@@ -744,7 +745,7 @@ class TrainingAudits:
             self._apply(Action.REFUSE if strict else Action.WARN, verdict)
 
     def _compare_verdicts(self) -> None:
-        """Read all ranks' results of audits a few steps ago, and act on them."""
+        """Read the results of audits that all ranks did a few steps ago, and act on them."""
         # READ_AFTER steps after an audit, all ranks have written: each step in between has an
         # all-reduce, which no rank completes before the others take part
         for step, keys in list(self._published.items()):
@@ -776,7 +777,7 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if gradients may differ only because a constant in the loss counts rows."""
+        """Warn that the loss couldn't be audited, because a constant in it may be a row count."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
@@ -921,7 +922,7 @@ def make_launcher_computations(
 
 
 def add_unweighted(computations: Computations) -> Computations:
-    """Return an audit's computations for losses that are sums over rows: parts get no weights."""
+    """Adapt an audit's computations to a loss that is a sum over rows: parts get no weights."""
     # causes that only apply to a mean are left out
     trained = computations.changes["sum"].trained
     changes = {"sum": AuditChange(trained)}
@@ -934,7 +935,7 @@ def add_unweighted(computations: Computations) -> Computations:
 
 
 def weigh_gradients(computations: Computations, scale: float) -> Computations:
-    """Return an audit's computations with losses multiplied by `scale` before the backward pass."""
+    """Return an audit's computations with each loss multiplied by `scale` before backward."""
     changes = {
         name: _scale_losses_of_change(change, scale)
         for name, change in computations.changes.items()
@@ -962,7 +963,7 @@ def _scale_losses(computation: Computation, scale: float) -> Computation:
 
 
 def _scale_losses_by_weight(computation: Computation, scale: float) -> Computation:
-    """Return passes whose losses are multiplied by `scale` and by the weight of the pass."""
+    """Return passes whose losses are multiplied by `scale` times the weight of the pass."""
     return [msgspec.structs.replace(piece, scale=scale * piece.weight) for piece in computation]
 
 

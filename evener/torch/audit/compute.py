@@ -35,10 +35,7 @@ COPIED, SAMPLED = 1 << 14, 64
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """One forward and backward pass of an audit.
-
-    It has a function that returns the pass's loss, and the loss's weight.
-    """
+    """One forward and backward pass of an audit: the function for its loss, and its weight."""
 
     loss: Callable[[], Any]  # returns the loss of the pass
     weight: Any = 1.0  # factor of the pass's gradient in the sum
@@ -222,8 +219,8 @@ class GradientSketcher:
     def add(self, loss: torch.Tensor, **options: Any) -> None:
         """Add the gradients of a loss to the pass that is running.
 
-        Computations with several backward passes call this instead of returning a loss. `options`
-        are those of `GradientSums.add`.
+        A computation with several backward passes calls this for each, instead of returning a loss.
+        `options` are the keyword arguments of `GradientSums.add`.
         """
         assert self._adds is not None
         self._adds(loss, **options)
@@ -300,7 +297,7 @@ def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
-    """Context manager: weights with a single value throughout have noise added."""
+    """Context manager that adds noise to weights whose values are all the same."""
     # Each weight is refilled with its single value on exit, so no copies are needed.
     moved: list[tuple[torch.Tensor, float]] = []
     seed_torch(SEED)
@@ -315,7 +312,7 @@ def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
-    """Return the tensors that have a single value throughout, with this value."""
+    """Return the tensors whose values are all the same, each with this value."""
     # Only floating-point tensors with several elements count, and no subclasses of Tensor. The host
     # compares small tensors and the first values of others, because a GPU needs 50 ms to load the
     # operations. A large tensor is compared on its device only if its first values are equal.
@@ -333,7 +330,7 @@ def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, f
 
 
 def _copy_first_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the first values of each tensor on the CPU."""
+    """Copy the first few values of each tensor to the CPU, with one copy per device and dtype."""
     # All values of a small tensor are copied. A small tensor has up to COPIED values. Of any other,
     # SAMPLED values are copied. The host waits for only one copy per device and dtype.
     kinds: dict[tuple[Any, ...], list[int]] = {}

@@ -19,7 +19,10 @@ def is_object(data: Any) -> bool:
 
 
 def unfold(data: Any) -> Any:
-    """Return the data with each object that has tensors replaced by a dict of their attributes."""
+    """Return data that has objects with tensors as dicts and lists of tensors.
+
+    Other data is returned unchanged.
+    """
     return _collect_tensors(data, set()) if find_objects(data) else data
 
 
@@ -64,10 +67,10 @@ def find_objects(data: Any) -> list[Any]:
 
 
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
-    """Return a copy of an object whose tensors are replaced.
+    """Return a copy of the object `fresh` with replaced tensors.
 
-    The tensor in the same place of `recorded` identifies each one: `known` has the replacements by
-    its id.
+    `recorded` is an object of the same structure. `known` has the replacement of each of its
+    tensors, by the tensor's id.
     """
     return _remake(fresh, recorded, known, set())
 

@@ -28,10 +28,9 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class KnownPasses(msgspec.Struct):
-    """What earlier audits have found out about a loss.
+    """What earlier audits found out about a loss: its dtypes, and if it draws random numbers.
 
-    This is its dtypes, and whether it draws random numbers. `draws` is None if that isn't known
-    yet.
+    `draws` is None as long as that isn't known.
     """
 
     computed: set[torch.dtype] = set()
@@ -39,9 +38,9 @@ class KnownPasses(msgspec.Struct):
 
 
 class QuickPass:
-    """Context manager that detects whether random numbers are drawn inside.
+    """Context manager that sets `has_drawn` on exit if random numbers were drawn inside.
 
-    `has_drawn` is set on exit; if it is True, the pass has to be repeated with EvenRandomness.
+    A pass that draws random numbers has to be repeated with EvenRandomness.
     """
 
     # a row's random numbers may then depend on the size of its batch
@@ -69,7 +68,7 @@ def without_dropout() -> Iterator[None]:
 
 
 def _list_replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return, for each function with dropout, its owner, its name and a version without dropout."""
+    """List the functions with dropout, each as owner, name, and a version without dropout."""
     made: list[tuple[Any, str, Callable[..., Any]]] = [
         (owner, name, partial(_drop_nothing, name.endswith("_")))
         for owner in (functional, torch)

@@ -88,7 +88,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _draw(self, function: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """Run a random operation; return its result, and whether that depends on the seed."""
+        """Run a random operation; return its result, and whether the result depends on the seed."""
         return draw_equal_rows(function, arguments, keywords, self._seed + self.draws)
 
     def _add_rounding_errors(self, name: str, arguments: Any, result: Any) -> None:
@@ -124,12 +124,12 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
 
 def _each(result: Any) -> Sequence[Any]:
-    """Return an operation's results as a sequence, also if there is a single one."""
+    """Return an operation's results as a sequence, even if there is only one."""
     return result if isinstance(result, tuple | list) else (result,)
 
 
 def _count_terms(name: str, arguments: Any, place: int) -> int:
-    """Return how many terms each value of a result is summed from; 0 for other operations."""
+    """Return how many terms each value in a result is the sum of; 0 if it isn't a sum."""
     # `place` is the index of the result. `name` is the operation's name, and `arguments` are its
     # arguments. An operation may have several results.
     if name in _PRODUCTS:
@@ -176,9 +176,9 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def draw_equal_rows(
     function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int
 ) -> Any:
-    """Run a random operation so that all rows are equal.
+    """Run a random operation so that it gives every row the same values.
 
-    Return its result, and whether that still depends on the seed.
+    Return its result, and whether the result depends on the seed.
     """
     # Dropout keeps all values, and a permutation moves each entry by one place, so their results
     # aren't random.
@@ -256,7 +256,7 @@ def _fill_equal_rows(draw: _Draw) -> Any:
 
 @cache
 def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
-    """Return index and name of each dropout rate among an operation's arguments."""
+    """Return the index and name of each argument of an operation that is a dropout rate."""
     # fused attention and recurrent layers have such arguments, and so do their backward passes
     if function.overloadpacket.__name__ == _CUDNN:
         return ()
@@ -266,7 +266,7 @@ def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _is_plain(function: Any) -> bool:
-    """Return whether an operation neither drops values nor draws random numbers."""
+    """Return whether an operation has no dropout and draws no random numbers."""
     drops = bool(_find_dropout(function)) or function.overloadpacket is _DROPOUT_BACKWARD
     return not drops and torch.Tag.nondeterministic_seeded not in function.tags
 
@@ -302,7 +302,7 @@ def _one_row(draw: _Draw) -> Any:
 
 
 def _one_line(like: Any) -> Any:
-    """Return an uninitialized tensor to draw one row of `like` into."""
+    """Return an uninitialized tensor into which one row of `like` can be drawn."""
     # The rows are those of `like`, along its last axis. The returned tensor has as many values as
     # `_stable_length` returns for a row, or a single value if `like` has fewer than two axes.
     if like.ndim < 2:
@@ -315,7 +315,7 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return how many random values to draw for a row, the same for rows of most lengths."""
+    """Return how many random values to draw for a row, so that rows of any length start alike."""
     # PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
     # rows of up to LONGEST values, so that rows of different lengths start with the same values.
     return max(LONGEST, length)
@@ -376,7 +376,7 @@ class RandomState:
 
 
 def _find_place(state: Any) -> tuple[Any, ...]:
-    """Return a few numbers that change with each draw from Python's random generator."""
+    """Return values by which to see whether Python's random generator has advanced."""
     # The index of the next number in the block of 624 numbers, the block's first number, and a
     # normally distributed value saved for the next draw. Comparing the whole block would take
     # longer.
@@ -412,7 +412,7 @@ class _NumpyState:
         return self._state
 
     def is_at(self, state: Any) -> bool:
-        """Return whether NumPy's generator is in the given state."""
+        """Return whether NumPy's generator still has the given state."""
         now = self.read()
         if now is state:
             return True

@@ -239,7 +239,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return found
 
     def _mark_size(self, tensor: Any, result: Any) -> Any:
-        """Return a tensor size for the user's code, with its row count marked as a RowNumber."""
+        """Return a size or shape whose row count, if it has one, is replaced by a RowNumber."""
         # `result` is the size that the program read from the tensor. Its number of entries becomes
         # a RowNumber if the tensor has one entry for each row of the batch. A replay with other
         # rows converts the RowNumber to their number.
@@ -254,7 +254,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _record_number_use(self, function: Any, given: Any) -> None:
-        """Record numbers, such as decay rates, that are combined with weights or gradients."""
+        """Record numbers, such as decay rates, that a call combines with weights or gradients."""
         # an example is the decay rate in a moving average of the weights
         if not is_arithmetic(function):
             return
@@ -265,7 +265,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self.uses += tuple(numbers)
 
     def _has_at(self, places: set[int]) -> bool:
-        """Return whether a weight or gradient has its storage at one of these addresses."""
+        """Return whether any weight or gradient is stored at one of these addresses."""
         # The addresses are those of the tensors' storages.
         weights = (weight for model in self.models for weight in model.parameters())
         own = (each for weight in weights for each in (weight, weight.grad))
@@ -341,7 +341,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return places, reached, is_known
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
-        """Return whether a call made a tensor with an entry per row from plain Python numbers."""
+        """Return whether a call turned plain Python values into a tensor with one entry per row."""
         # The created tensor has one entry for each row of the batch. A replay couldn't replace such
         # rows, because they aren't tensors of the batch.
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
@@ -351,7 +351,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """Return whether the user's code had read a model output, as by `item()`, before a call."""
+        """Return whether the script had read a model output, as by `item()`, before a call."""
         # `place` is the index of the call. The program reads a number of the result, for example,
         # with `item()`.
         return self._first_read is not None and place >= self._first_read
@@ -394,7 +394,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Return a tensor's only value, or two sums by which its values can be compared."""
+    """Return a tensor's only value, or else its sum and a sum weighted by position."""
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
         return values
@@ -629,7 +629,7 @@ def _replay_entries(
 
 
 def _find_only(kind: type, objects: Sequence[Any]) -> Any:
-    """Return the single object of a class; None if there are several or none."""
+    """Return the only object of exactly this class, or None if there are several or none."""
     found = [each for each in objects if type(each) is kind]
     return found[0] if len(found) == 1 else None
 

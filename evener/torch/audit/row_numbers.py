@@ -24,12 +24,12 @@ APART = 7919  # between the seeds of two rows
 class RowRandomness(EvenRandomness):
     """Context manager in which random operations draw separate numbers for each row.
 
-    A row gets the same ones in any batch. Arguments:
+    A row gets the same numbers in whatever batch it is. Arguments:
 
     - `first`: index of the pass's first row.
     - `rows`: row count of the pass.
-    - `by_row`: which random operations have an entry for each row, by their count in the pass;
-      the others give every row the same numbers.
+    - `by_row`: indices of the pass's random operations that have an entry for each row; the
+      others give every row the same numbers.
     """
 
     def __init__(self, first: int, rows: int, by_row: frozenset[int] = frozenset()) -> None:
@@ -66,14 +66,14 @@ def _find_size(function: Any) -> int | None:
 
 
 def _count_entries(given: Any, sized: int | None) -> int:
-    """Return how many entries a random operation draws on its first axis; 0 without axes."""
+    """Return the length of the first axis that a random operation draws; 0 for a scalar."""
     if sized is not None:
         return int(given[0]) if given else 0
     return len(given) if isinstance(given, torch.Tensor) and given.ndim else 0
 
 
 def _cut(argument: Any, is_size: bool, row: int, rows: int) -> Any:
-    """Return an argument of a random operation, reduced to one row."""
+    """Return one row of a random operation's argument; other arguments are returned unchanged."""
     if is_size:
         return [1, *argument[1:]]
     if isinstance(argument, torch.Tensor) and argument.ndim and len(argument) == rows:

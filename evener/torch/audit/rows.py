@@ -25,7 +25,7 @@ _IGNORED = -100
 
 
 class FewRows(msgspec.Struct, frozen=True, eq=False):
-    """A few rows of a batch for an audit: together, and in the parts of two devices."""
+    """A few rows of a batch for an audit, as one batch and divided between two devices."""
 
     whole: Any  # the batch
     parts: tuple[Any, ...]  # one part for each of two devices
@@ -44,7 +44,7 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def pads(self) -> bool:
-        """Whether the two parts get other padding when they are collated separately."""
+        """Whether the two parts are padded differently if each is collated on its own."""
         if self.cut is None or self.cut is self.parts:
             return False
         shapes = [
@@ -170,7 +170,7 @@ def _rows_of_first_part(rows: int) -> int:
 
 
 def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int) -> list[Any]:
-    """Return up to `most` items whose features, `signs`, differ as much as possible."""
+    """Return up to `most` items whose features (`signs`) differ as much as possible."""
     # `signs` has numbers for each item, such as its class and length. The chosen items are evenly
     # spaced when sorted by these numbers.
     places = spread_places(signs, most)
@@ -212,7 +212,7 @@ def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
 
 
 def _join(rows: Sequence[Any]) -> Any:
-    """Join batches of a single row each to one batch."""
+    """Join batches of one row each into a single batch."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.ndim else first
@@ -227,7 +227,7 @@ def _join(rows: Sequence[Any]) -> Any:
 
 
 def _join_sequences(rows: Sequence[Any]) -> Any:
-    """Join tuples or lists item by item; if the items are plain, append the sequences."""
+    """Join tuples or lists of tensors item by item; concatenate those with plain values."""
     # If the elements contain no tensors, the tuples or lists are concatenated.
     first = rows[0]
     kind = type(first)
@@ -239,7 +239,7 @@ def _join_sequences(rows: Sequence[Any]) -> Any:
 
 
 def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
-    """Return the first rows and the rest as two batches, or None if the batch can't be cut."""
+    """Divide a batch after its row `first`; return both halves, or None if it can't be cut."""
     try:
         return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
     except RequestError:
@@ -247,7 +247,7 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """Return features of one row of a data set, such as its class and length, as numbers."""
+    """Return numbers that describe one row of a data set, such as its class and length."""
     # The result is () if the row can't be collated alone. Collating fails, for example, if rows
     # come in pairs.
     try:
@@ -257,7 +257,7 @@ def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[flo
 
 
 def _sign_rows(tensor: torch.Tensor) -> list[float]:
-    """Return one number per row of a tensor: its class, or its length without padding."""
+    """Return one number that describes each row: its class, or its length without padding."""
     # An integer per row is taken for a class. Padding is 0 or -100 in integers, infinite or NaN in
     # others.
     exact = not tensor.is_floating_point() and not tensor.is_complex()

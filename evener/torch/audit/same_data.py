@@ -35,7 +35,7 @@ REMEDY = (
 
 
 class TensorSums(msgspec.Struct, frozen=True):
-    """Sums over a tensor's elements, to compare a row between ranks without sending it."""
+    """Sums over a tensor's elements, by which ranks compare a row without sending it."""
 
     plain: float
     # each element is multiplied by a number from 1 to 2 that grows with its position
@@ -76,7 +76,10 @@ def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -
 def _sum_rows(
     dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]
 ) -> dict[str, list[TensorSums]]:
-    """Return the sums of some rows by index; {} if a row differs when it is read again."""
+    """Return sums over the tensors of some rows, by row index, to compare them between ranks.
+
+    The result is {} if a row differs when it is read again.
+    """
     # The result is {} if a second read of a row differs. If a row isn't the same again, the data
     # set has a transform with its own generator, or keeps rows that this rank drew at random.
     # Whether reading draws random numbers is compared, too.

@@ -28,7 +28,7 @@ Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
 class LossSettings:
-    """Remembers the settings that a loss may depend on, to detect changes between steps."""
+    """Watches the settings that a loss may depend on, to detect changes between steps."""
 
     def __init__(self) -> None:
         self._checks = 0
@@ -80,7 +80,7 @@ class LossSettings:
 
 
 class _Known:
-    """Remembers the values of settings, and since when each has stayed the same."""
+    """Remembers the value of each setting, and since which check it has stayed the same."""
 
     # The values are those of the last check.
 
@@ -88,7 +88,7 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Record the current values; return whether one has changed that had stayed the same."""
+        """Record the current settings; return whether one has changed after staying the same."""
         # `settings` has the current values, and `check` is the number of this check.
         changed = False
         before, self._values = self._values, {}

@@ -90,9 +90,10 @@ class _Layout(msgspec.Struct, frozen=True, eq=False):
 
 
 class LineSums(msgspec.Struct, frozen=True, eq=False):
-    """Random sums of each line of some gradients, one gradient after the other.
+    """Random sums of each line of several gradients, in the order of the gradients.
 
-    `counts` are the gradients' line counts. `lines` has shape (lines, PROJECTIONS), in float64.
+    `counts` has each gradient's number of lines. `lines` has shape (lines, PROJECTIONS), in
+    float64.
     """
 
     # the host adds up a gradient's lines, because a GPU takes 65 ms to load the operation
@@ -143,7 +144,7 @@ def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
 
 
 def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
-    """Add up the sums of each gradient's lines, and return them on the host."""
+    """Add up the line sums of each gradient, and return the totals on the host."""
     # The sums of all lines are copied to the host together.
     lines = torch.cat([each.lines for each in sums]).cpu().numpy()
     counts = [count for each in sums for count in each.counts]
@@ -279,7 +280,7 @@ class GradientSums:
             return self._zeros[kind].expand(gradient.shape)
 
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a gradient to the sums; small ones wait until several can be processed together."""
+        """Add a gradient to the sums; small gradients are collected and projected together."""
         # `name` is the name of the gradient's tensor. A small gradient is saved until several can
         # be projected together.
         if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
@@ -315,7 +316,7 @@ class GradientSums:
 
 
 def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of scalar tensors as floats, with one copy if they share a device."""
+    """Return scalar tensors as floats, copied to the host together if they share a device."""
     if len({value.device for value in values}) == 1:
         return list(torch.stack(list(values)).tolist())
     return [float(value) for value in values]

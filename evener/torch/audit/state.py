@@ -22,7 +22,7 @@ _EMPTY = ()  # restores a container that was empty
 
 
 class _Items(msgspec.Struct, frozen=True, eq=False):
-    """Saved content of a list, dict or deque, from which it is restored."""
+    """Saved content of a list, dict or deque, with which it can be restored later."""
 
     keys: list[Any] | None  # the keys of a dict; None for others
     items: list[Any]
@@ -162,7 +162,7 @@ def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -
 
 
 def restore_value(value: Any, was: Any) -> None:
-    """Restore a value in place from `was`, the result of `copy_data`; None does nothing."""
+    """Restore a value in place from its copy by `copy_data`; nothing happens if that is None."""
     if was is None:
         return
     if was is _EMPTY:

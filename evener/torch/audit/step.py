@@ -37,14 +37,14 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """A repetition of an audit without one possible cause of a difference, to test that cause."""
+    """An audit's computations without one possible cause of a difference, to test that cause."""
 
     trained: Computation  # the training run's computation without the cause
     reference: Computation | None = None  # the reference without it; None if that is the same
 
 
 class Computations(msgspec.Struct, frozen=True, eq=False):
-    """What an audit computes: the correct gradient, the training run's, and tests of causes."""
+    """What an audit computes: the correct gradient, the training run's, and tests for causes."""
 
     reference: Computation  # the correct computation
     trained: Computation  # the training run's computation
@@ -165,7 +165,7 @@ class _Comparison:
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """Return whether gradients agree if one possible cause of a difference is removed."""
+        """Return whether the gradients agree once a possible cause of the difference is removed."""
         wanted = self._reference
         if change.reference is not None:
             wanted = self._sketcher.sketch(change.reference)

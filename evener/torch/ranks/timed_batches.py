@@ -17,7 +17,7 @@ GOLDEN, RANGE = 2654435761, 1 << 32  # multiples of the golden ratio are spread 
 
 
 class Rate(NamedTuple):
-    """How often batches are timed: one per `seconds`, but at least one of `most_stride` batches."""
+    """How often to time a batch: about every `seconds`, and at least one in every `most_stride`."""
 
     seconds: float
     most_stride: int  # a power of 2
@@ -29,9 +29,10 @@ IF_HOST_LIMITS = Rate(2.0, 8)
 
 
 class TimedBatches:
-    """Chooses which batches are timed: one in each group of `stride` batches.
+    """Chooses which batches are timed: one in each group of `stride` consecutive batches.
 
-    `stride` begins as `first_stride`, and then follows `rate`. `clock` returns seconds.
+    `stride` begins as `first_stride`, and is adapted to `rate` from then on. `clock` returns
+    seconds.
     """
 
     # The timed position differs from group to group. So if batches form a cycle, such as those of
@@ -50,9 +51,10 @@ class TimedBatches:
         self._block_at = 0.0  # the clock's seconds at the start of the newest block
 
     def is_timed(self, number: int) -> bool:
-        """Return whether the batch with this number is measured.
+        """Return whether to time the batch with this number.
 
-        Call it with increasing numbers. Some may be left out, but none that `find_next` returns.
+        Call it with increasing numbers. A caller may skip numbers, but none that `find_next`
+        returns.
         """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()
@@ -69,10 +71,7 @@ class TimedBatches:
         return chosen if chosen < next_block else next_block
 
     def _find_chosen(self, group: int) -> int:
-        """Return the number of the measured batch in a group of `stride` batches.
-
-        `group` is the group's index.
-        """
+        """Return which batch is timed in the group with this index."""
         part = group * GOLDEN % RANGE
         return group * self.stride + part * self.stride // RANGE
 

@@ -119,7 +119,7 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer in which this rank's gradients are collected, with zeros at first."""
+        """Return the buffer that collects this rank's gradients, which begins with zeros."""
         # the reduction from an earlier use of the unit may still be running
         self.receive()
         if self._grads is None:
@@ -129,10 +129,7 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Add a parameter's gradient, multiplied by `weight`, to the gradient buffer.
-
-        The parameter is `slot`; its own `.grad` is cleared.
-        """
+        """Move a parameter's `.grad`, multiplied by `weight`, into the flat gradient buffer."""
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # 0 times an infinite gradient would be NaN
@@ -234,7 +231,7 @@ class Flat:
         self._work, self._grads = [], None
 
     def release_gradients(self) -> None:
-        """Free the memory of this rank's gradient, unless the optimizer still needs it."""
+        """Free the gradient of this rank's shard, unless a parameter's `.grad` still needs it."""
         # the next backward pass allocates it again, so that activations and gradients don't peak
         # together
         if self._grad_shard is None or any(slot.piece.grad is not None for slot in self.slots):
@@ -260,7 +257,7 @@ class Flat:
         return self._grad_shard
 
     def _accept_sums(self, summed: torch.Tensor, owns_memory: bool = False) -> None:
-        """Add a sum of all ranks' gradients to the gradient of this rank's shard."""
+        """Add a gradient that was summed over ranks to the gradient of this rank's shard."""
         if self._has_gradients():
             self._add_to_earlier(summed)
         else:
@@ -271,9 +268,9 @@ class Flat:
         return any(slot.received or slot.piece.grad is not None for slot in self.slots)
 
     def _begin_gradients(self, summed: torch.Tensor, owns_memory: bool) -> None:
-        """Use a reduced gradient as the first one of this rank's shard.
+        """Store the first reduced gradient of a step as the gradient of this rank's shard.
 
-        It is used without a copy if it `owns_memory`.
+        If this object may keep the tensor (`owns_memory`), it isn't copied.
         """
         gradients = self._make_views(summed if owns_memory else None)
         if gradients is not summed:

@@ -150,7 +150,7 @@ def take_parts(
 
 
 def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
-    """Return the parts, one per pass, into which this rank's rows of a batch are cut."""
+    """Divide this rank's rows of a batch into parts, one for each gradient-accumulation pass."""
     weights = training.weights
     rows = taken.sizes[training.rank]
     most = max(1, rows) if taken.origin.by_length else training.ranks.micros[training.rank]
@@ -174,11 +174,10 @@ def _without_sums(models: Sequence[Any]) -> Iterator[None]:
 
 
 class Passes:
-    """Runs the passes of each batch on one rank.
+    """Runs the gradient-accumulation passes of each batch on one rank.
 
-    Arguments:
-
-    - `report_retry`: called after a failed pass was undone.
+    Retries a pass in smaller pieces if memory runs out. `report_retry` is called before the retry,
+    after the failed pass was undone.
     """
 
     def __init__(

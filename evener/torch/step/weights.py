@@ -36,7 +36,7 @@ from .wrapped import (
 
 
 class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
-    """Raised when an audit meets a loss that needs all ranks' rows, so one rank can't repeat it."""
+    """Raised if a loss needs the rows of all ranks, so that one rank can't audit it alone."""
 
 
 Weigh = Literal["gradients", "loss", "trainer"]
@@ -112,7 +112,7 @@ class BatchWeights(BatchTracker):
             UNOWNED.find()
 
     def weigh_tensors(self) -> float | None:
-        """Return the weight of gradients of tensors without a module; None while there is none."""
+        """Return the current weight for gradients of tensors without a module, or None."""
         if self._auditing:
             return None
         if self.by_loss:
@@ -145,7 +145,7 @@ class BatchWeights(BatchTracker):
         return gradient_weight(sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Note whether batches are padded to different lengths, from the shape of their rows."""
+        """Compare the shape of a batch's rows with earlier batches, to notice different padding."""
         shape = next((tuple(tensor.shape[1:]) for tensor in tensors_in(batch) if tensor.ndim), None)
         if shape is None or self.lengths_vary:
             return
@@ -267,7 +267,7 @@ class BatchWeights(BatchTracker):
         exchange.weigh(self._find_weight(batch.sizes))
 
     def begin_parts(self, batch: Any) -> TakenBatch:
-        """Begin to compute a batch in parts; return the loader's batch that `batch` comes from.
+        """Start computing a batch in parts, and return the loader's batch that it comes from.
 
         Raises RequestError inside another batch's parts, and under Lightning.
         """
@@ -360,7 +360,7 @@ class BatchWeights(BatchTracker):
 
     @contextmanager
     def auditing(self) -> Iterator[None]:
-        """Context manager in which an audit runs: gradients get no weights."""
+        """Context manager that leaves gradients unweighted, because an audit computes them."""
         self._auditing = True
         try:
             yield
