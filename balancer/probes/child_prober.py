@@ -160,7 +160,7 @@ class ChildProber:
         return time.monotonic() - self._began
 
     def facts(self) -> Facts:
-        """Return what the processes have reported about software, workload and data so far."""
+        """Return what the processes have reported so far about software, workload and data."""
         return self._facts
 
     def close(self) -> None:

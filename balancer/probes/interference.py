@@ -222,7 +222,8 @@ class InterferenceMonitor:
         """Return the bytes of a device that other programs hold for longer than a moment.
 
         An increase is read again a few times, because a program that holds memory may be exiting.
-        None if unknown.
+        `own` has the ids of the probe processes; `clean` means that none of them runs on the
+        device. None if unknown.
         """
         # a number higher than last time is read again, because a process that holds memory may be
         # exiting

@@ -470,7 +470,10 @@ class Reporter:
     def _report_activity_if_late(
         self, now: Callable[[], tuple[int, Doing]], ended: threading.Event
     ) -> None:
-        """Show the current batch and activity in the record whenever no step ends in time."""
+        """Write the current batch and activity into the record while no step ends in time.
+
+        `now` returns them. Runs in a thread of its own until `ended` is set.
+        """
         # until the training run ends
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
@@ -504,7 +507,7 @@ def newest_reporter() -> Reporter | None:
 
 
 def is_reported_elsewhere(own: Reporter | None) -> bool:
-    """Return True if another reporter of this process has reported steps."""
+    """Return True if a reporter of this process other than `own` has reported steps."""
     return any(
         reporter is not own and reporter._last_call is not None for reporter in list(_reporters)
     )

@@ -249,9 +249,10 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Subtract time lost to heat, power limits or other processes from "unequal work".
+    """Subtract time lost to heat, power limits or other processes from unequal work.
 
-    It would count twice, because these losses are parts of their own.
+    These losses are parts of the step themselves, and would count twice. Other parts are returned
+    unchanged.
     """
     # The losses are the time that the same device loses to heat, power or another process on the
     # device. Only unequal work includes such losses, because the other devices wait for a slowed

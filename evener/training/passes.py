@@ -147,8 +147,9 @@ class PassLimit:
     def count_failure(self, rows: int, least: int, held: str) -> None:
         """Count a pass of `rows` rows that ran out of memory.
 
-        `held` is text for the error message on what uses the memory. Raises DeviceError after 20
-        failures in a row of passes too small to divide.
+        `least` is the fewest rows that a pass can have, and `held` text for the error message on
+        what uses the memory. Raises DeviceError after 20 failures in a row of passes too small to
+        divide.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -199,7 +200,7 @@ class PassQueue:
     def take(self, least: Callable[[], int] = lambda: 1) -> Pass | None:
         """Return the next pass, or None after the last.
 
-        A pass above the limit is divided into pieces of at least `least()` rows.
+        A pass above the limit is divided into pieces; `least` returns the fewest rows of a piece.
         """
         if not self._left:
             return None

@@ -427,7 +427,10 @@ class Rebalancer:
     def _needed_gain(
         self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float
     ) -> float:
-        """Return how large a gain must be to change the shares; noisier measurements need more."""
+        """Return how large a gain must be to change the shares, as a fraction.
+
+        Noisier measurements need more, and more windows (`span`) need less.
+        """
         # `factors` times `seconds` are the ranks' compute times, and `rest_s` is the rest of a
         # step. The minimum gain rises with the variation from one window to the next (noise) and
         # over many windows (drift). The longer a rank computes in a step, the more its variation
@@ -507,7 +510,11 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain_change(self, factors: tuple[float, ...], span: int) -> str:
-        """Return the reason for a change, usually a device whose speed has changed."""
+        """Return why the shares change: usually a device whose speed has changed.
+
+        `factors` are the ranks' measured compute times in the last `span` windows, divided by the
+        predicted ones.
+        """
         # If no device's speed has changed, the reason is a device that has been slow from the
         # start, or one that takes several passes. `factors` are the measured compute times in the
         # last `span` windows, divided by the predicted ones.

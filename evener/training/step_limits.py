@@ -210,7 +210,10 @@ class _Finder:
         )
 
     def _find_lead(self, place: int) -> float:
-        """Return how many seconds longer a rank is busy in each step than any other rank."""
+        """Return how many seconds longer in each step a rank is busy than any other rank.
+
+        `place` is the rank's index.
+        """
         # The result is negative if another rank is busy longer. Busy times show this better than
         # measured waits, which may miss a long wait in a single step, because waits are timed in
         # only some of the steps. Files and validation are timed in all steps.
@@ -301,7 +304,10 @@ def _find_host_waits(
 def _wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
 ) -> float:
-    """Return how long a rank waits in a step for other ranks that lack CPU cores, in seconds."""
+    """Return how many seconds a rank waits in each step for other ranks that lack CPU cores.
+
+    `place` is the rank's index.
+    """
     # The result is in seconds per step, and 0 if any rank has enough cores. The rank waits for
     # other ranks: if all lack cores, each rank is the last one in some steps, and the others wait
     # for it. A rank may also be starved while it waits; that time is already counted as starved. So

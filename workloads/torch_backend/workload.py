@@ -290,7 +290,7 @@ class TorchWorkload(Workload, StepListener):
         return self._is_updating
 
     def recover(self) -> bool:
-        """Clean up after a step that ran out of memory. Returns whether training can go on.
+        """Clean up after a step that ran out of memory; return whether training can continue.
 
         It can't if the optimizer's step was interrupted, if memory remains allocated, or if a
         group's step wasn't completed.
