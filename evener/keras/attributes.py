@@ -39,14 +39,14 @@ class PlainVariables:
 
 
 class TensorPlace(NamedTuple):
-    """A place in a model that holds tensors: an attribute, or an item of a list or dict."""
+    """An attribute, or an item of a list or dict in a model, that holds tensors."""
 
     name: str
     container: Any
     key: Any
 
     def leaves(self) -> Leaves:
-        """Return the tensors at this place, by name."""
+        """Return the tensors that this attribute or item holds, by name."""
         flat = tf.nest.flatten(self.container[self.key])
         return {f"{self.name}/{place}": leaf for place, leaf in enumerate(flat)}
 
@@ -86,7 +86,7 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Write the tensors in `leaves` to the places in the model that their keys name."""
+        """Write tensors into the model's attributes; the keys of `leaves` name the places."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)
@@ -137,7 +137,7 @@ def _places_of_tensors(
 
 
 def _open(value: Any) -> Any:
-    """Return the list or dict in which a value keeps its items; None if it has none."""
+    """Return the list or dict that holds a value's items; None for a value without items."""
     # For a plain object, this is the dictionary of the object's attributes.
     if isinstance(value, list | dict):
         return value
@@ -204,7 +204,7 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return the tensor's rows, or no row if the device has only computed a filler row."""
+    """Return the tensor's rows; no rows for a device that has only computed a filler row."""
     # A device without rows (`size` 0) computes a filler row.
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 

@@ -94,7 +94,7 @@ IN_PARTS = LikelyCause(
 
 
 class StepPair(NamedTuple):
-    """A training or test step in two traced versions: Keras' own, and the engine's."""
+    """A step traced twice: once as Keras runs it on one device, once as the engine runs it."""
 
     # Keras' own step runs on one device.
 
@@ -103,7 +103,7 @@ class StepPair(NamedTuple):
 
 
 class Finding(msgspec.Struct):
-    """A difference between the engine's step and Keras' own step, with a message and a remedy."""
+    """A difference that an audit has found, with an error message and a remedy."""
 
     difference: GradientDifference
     message: str
@@ -170,11 +170,11 @@ class StepAudit:
         return run_audited
 
     def begin_epoch(self) -> None:
-        """Read the watched variables again before the next step (see `_watch`)."""
+        """Make the next step check whether the user's code has changed variables of the model."""
         self._looks = True
 
     def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
-        """Read the watched variables, and count a change if the user's code has changed any."""
+        """Count a change if the user's code has assigned any of the watched variables."""
         # The variables are checked when an epoch begins (`begins_epoch`) and, in one process,
         # before each step of the user's own loop (`is_loop`).
         if not begins_epoch and not (is_loop and self._group is None):
@@ -186,7 +186,10 @@ class StepAudit:
         self._values = values
 
     def _watch(self, plain: TracedStep) -> None:
-        """Choose the variables to watch: small variables that the step reads but doesn't assign."""
+        """Choose which variables to watch for changes by the user's code, such as callbacks.
+
+        They are small variables that the step reads but doesn't assign.
+        """
         # Their changes are watched.
         # a callback may assign them, for example; the training has then changed and is audited
         # again
@@ -305,7 +308,7 @@ class StepAudit:
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(gathered), own)
 
     def _gather_leaves(self, leaves: list[Any], rows: int) -> list[Any]:
-        """Gather each tensor's rows from all processes."""
+        """Gather the first rows of each tensor from all processes."""
         # The rows are gathered from the shares of the processes.
         cut, rank = self._engine.cut, self._group.rank
         start, size = int(cut.bounds(rows)[rank]), cut.sizes(rows)[rank]
@@ -389,7 +392,7 @@ class StepAudit:
     def _find_failure(
         self, plain: TracedStep, rows: Tensors, batch: Tensors, signature: Any
     ) -> tuple[Finding | None, Tensors]:
-        """Check that a part of the rows can be computed without the other rows of the batch."""
+        """Check that the loss of some rows can be computed without the batch's other rows."""
         # Return a finding, if any, and the rows on which to compare the steps.
         self._fails = False
         count, whole = int(count_rows(rows)), self._count_batch(batch)
@@ -485,7 +488,7 @@ class StepAudit:
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
-        """Return a finding that says that some rows can't be computed without the others."""
+        """Return a finding: the rows named by `what` can't be computed without the others."""
         # `what` names these rows, and `error` is the reason.
         message = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
         return Finding(_unknown_difference(), f"{message.rstrip('.')}.", ALONE)
@@ -608,7 +611,7 @@ class StepAudit:
             ) from error
 
     def _cause(self, training: bool) -> LikelyCause:
-        """Return the likely cause of a difference, for the error message."""
+        """Return the likely cause of a gradient difference, for the error message."""
         # `training` is False for an evaluation.
         return IN_PARTS if self._engine.judges_parts(training) else IN_MODEL
 
@@ -748,9 +751,9 @@ class StepAudit:
 
     @staticmethod
     def _teaches(plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]) -> bool:
-        """Return whether the gradients differ between two `values` of a variable.
+        """Return whether a variable affects the gradients, by comparing them for two values.
 
-        `key` identifies the variable.
+        `key` identifies the variable, and `values` has the two values.
         """
         # The gradients of two values are compared.
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
@@ -795,7 +798,7 @@ class StepAudit:
     def _try_shifted(
         plain: TracedStep, rows: Tensors, place: str, amounts: Sequence[Any]
     ) -> StepResult | None:
-        """Return the step's result with shifted comparisons, or None if it ends with an error."""
+        """Return the step's result with comparisons forced another way; None if the step fails."""
         try:
             return plain.run_shifted(rows, place, amounts)
         except tf.errors.OpError:
@@ -841,7 +844,7 @@ class StepAudit:
     def _list_variants(
         self, plain: TracedStep, rows: Tensors
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
-        """Yield variants of the audited rows, because a difference may not show with these rows.
+        """Yield variants of the audited rows that may reveal a difference which these rows hide.
 
         A variant has other labels, or nonzero values for variables that are 0.
         """
@@ -868,7 +871,7 @@ class StepAudit:
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
-        """Return whether every process passes `fine=True`."""
+        """Return whether `fine` is True in every process."""
         # All processes have to call this method.
         if self._group is None:
             return fine
@@ -876,7 +879,7 @@ class StepAudit:
         return bool(failed == 0)
 
     def _share_finding(self, finding: Finding | None) -> Finding | None:
-        """Send one process's finding to all processes, so that all react in the same way.
+        """Send the first finding of any process to all processes, so that all react alike.
 
         The result is None if no process has a finding.
         """
@@ -949,7 +952,7 @@ def _plain_float32() -> Iterator[None]:
 
 
 def _open_unequal(one: Any, other: Any) -> Any:
-    """Merge two tensor specs into one that fits both: unequal axes get length None."""
+    """Merge two tensor specs into one that fits both: axes of unequal length become None."""
     # Axes of unequal length have length None.
     if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
         return other
@@ -1034,7 +1037,7 @@ def _unknown_difference() -> GradientDifference:
 
 
 def _with_finite(difference: GradientDifference) -> GradientDifference:
-    """Replace inf and NaN in a difference by finite numbers, because JSON can't hold them."""
+    """Replace inf and NaN in a difference by finite values, which JSON can hold."""
     # Infinities and NaN are replaced by numbers that JSON can hold.
     fields = {
         name: each if math.isfinite(each) else math.copysign(1e300, each)
@@ -1051,7 +1054,7 @@ def _with_finite(difference: GradientDifference) -> GradientDifference:
 
 
 def _mixed_labels(y: Any) -> Any:
-    """Return the labels shuffled, so that rows have the labels of other rows."""
+    """Return the labels shuffled among the rows."""
     if not isinstance(y, tf.Tensor) or y.shape.rank == 0:
         return y
     order = np.random.default_rng(5).permutation(int(y.shape[0]))

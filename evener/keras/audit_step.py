@@ -38,7 +38,7 @@ Values = dict[int, Any]  # values of variables, by their keys
 
 
 class StepCall(NamedTuple):
-    """What the model's call in a step has computed: outputs, losses, and tensors in attributes."""
+    """Results of the model's call in a step: outputs, losses, and tensors left in attributes."""
 
     # These results determine the loss of the step.
 
@@ -157,13 +157,13 @@ class TracedStep:
         return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
     def leave(self, call: StepCall) -> None:
-        """Store the tensors of a traced call in the model's attributes, as the call would."""
+        """Store the tensors of a call in the model's attributes, where a loss may read them."""
         # A loss may read tensors that the call stored in attributes.
         self._left.restore()
         self._left.put(call.attributes)
 
     def _run_step(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """The function that is traced: run the step, and return its results as tensors."""
+        """Run the step and return its results as tensors; this function is traced as a graph."""
         # It returns five results. First, random sums of the gradients: a row for each weight, in
         # the order of `_kinds`. Then the logs, and the margins of decisions (left minus right
         # side), in the order of `_places`. Then random sums of the model's outputs. Last, the
@@ -239,7 +239,7 @@ class TracedStep:
 
 
 class PlainSteps:
-    """Traces Keras' own training and test steps of a model, on one device, and keeps them."""
+    """Traces and caches a model's own training and test steps, as Keras runs them on one device."""
 
     # Each type of batch is traced once.
 
@@ -320,8 +320,8 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
     """Return nonzero values for variables that are all 0, and large values for step counters.
 
-    With such values, a step may show effects that don't occur at the start of a training run. Both
-    the values, by key, and the variables' names are returned.
+    With them, a step shows effects that would only appear later in a training run. Returns the
+    values by key, and the variables' names.
     """
     values: Values = {}
     names = []
@@ -360,7 +360,7 @@ def _with_masks(call: Any) -> StepCall | None:
 
 
 def _is_here(tensor: Any) -> bool:
-    """Return whether a tensor can be used in the current graph: it is eager or belongs to it."""
+    """Return whether a tensor can be used in the current graph, or is eager."""
     here = tf.compat.v1.get_default_graph()
     return not tf.is_symbolic_tensor(tensor) or tensor.graph is here
 

@@ -66,7 +66,7 @@ def advise(optimizer: Any, loader: Any) -> str:
 
 
 def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) -> tuple[str, str]:
-    """Say before which line the DDP code goes, and which method calls need `.module`."""
+    """Say where the DDP code has to be inserted, and which method calls need `.module`."""
     # The place has a line number if the frame's file can be parsed. The other lines use the models'
     # own methods. `loader` and `models` are the script's names for its loader and its models.
     body = None if frame is None else _parse_file(frame)
@@ -144,9 +144,9 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 
 
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
-    """Find the script's stack frame whose variables include a trained model or the loader.
+    """Return the script's stack frame with a trained model or the loader among its variables.
 
-    None if there is no such frame.
+    The result is None if there is no such frame.
     """
     # `weights` are the ids of the optimizer's parameters. Frames that have both are preferred to
     # frames that have one of them. Of these, the outermost is returned, because lines inserted
@@ -288,7 +288,7 @@ def _is_assigned(node: ast.AST) -> bool:
 
 
 def _is_in_wrapper(name: str) -> bool:
-    """Return whether DistributedDataParallel itself has an attribute of this name."""
+    """Return whether DistributedDataParallel has an attribute of this name itself."""
     return hasattr(DistributedDataParallel, name) or name in ("module", "training")
 
 

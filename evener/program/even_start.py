@@ -31,7 +31,7 @@ _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
 class RankStart(msgspec.Struct):
-    """What a rank observed in its first steps; ranks exchange it before shares may differ."""
+    """One rank's observations in the first steps, sent to all ranks before shares may differ."""
 
     exchanged: str  # a collective and its line in the program's own code; "" if it called none
     ahead: int  # number of batches that the rank's loader has fetched ahead
@@ -70,17 +70,17 @@ class EvenStart:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Rows of each rank in a step."""
+        """Row count of each rank in one step."""
         shares: tuple[int, ...] = self._training.ranks.batches
         return shares
 
     def note_collective(self, name: str, place: str) -> None:
-        """Remember the first collective that a callback of the user called, and its line."""
+        """Remember the first collective that a callback of the user has called, with its line."""
         if not self._exchanged:
             self._exchanged = f"{name} ({place})"
 
     def _after_batch(self, _: Sequence[int]) -> None:
-        """After a batch, end the equal start if the audits have finished or have taken too long."""
+        """Count a batch; once the audits are over or take too long, decide about unequal shares."""
         # the training then switches to the plan's shares or stays equal
         if self.is_over:
             return
@@ -121,9 +121,9 @@ def _find_fault(every: list[RankStart]) -> str:
 
 
 def find_callback() -> str:
-    """Return file and line of the user's trainer callback that is calling a collective.
+    """Return file and line of the user's callback that is calling a collective, or "".
 
-    The result is "" if the call doesn't come from such a callback.
+    A callback is code of the user's that a trainer, such as Lightning's, has called.
     """
     # Call this from the hook of the collective. evener counts as a library, too. A trainer runs if
     # it is on the call stack.
@@ -144,5 +144,5 @@ def find_callback() -> str:
 
 
 def comes_from_rows(name: str) -> bool:
-    """Return whether a collective combines data of several ranks; a broadcast doesn't."""
+    """Return whether a collective combines data of several ranks, as all but broadcasts do."""
     return name not in FROM_ONE

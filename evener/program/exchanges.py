@@ -109,10 +109,10 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 
 
 class Exchanges:
-    """Checks the collectives that the user's script calls while it trains.
+    """Checks each collective that the user's script calls during training.
 
-    `fault` says why one of them rules out unequal shares, or is "". `note` is called with each
-    `ExchangeCall`.
+    `fault` is the reason why one of them rules out unequal shares, or "". `note` is called with
+    each `ExchangeCall`.
     """
 
     def __init__(self, note: Callable[[ExchangeCall], None]) -> None:
@@ -132,11 +132,11 @@ class Exchanges:
         is_uneven: bool,
         checks: bool = True,
     ) -> Any:
-        """Check a collective, call it, and mark its result as coming from other ranks.
+        """Check a collective, run it, and mark its result as coming from other ranks.
 
-        If `is_uneven`, tensors with different row counts are padded for the call. `guard` records
-        the current step, or is None. If `checks` is False, the guard only learns that the output
-        was overwritten.
+        With `is_uneven`, tensors of different row counts are padded for the call. `guard` records
+        the current step, or is None. Without `checks`, only the tensors that the call overwrites
+        are recorded.
         """
         # a gather then returns each rank's tensor with its own number of rows
         call = make_call(wrapped, arguments, keywords, place)
@@ -177,10 +177,10 @@ class Exchanges:
             return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
     def note_entered(self, words: str, what: str) -> None:
-        """Record that a collective's result affects `what`, such as "its loss".
+        """Record that a collective's result affects `what`, for example "its loss".
 
         The first such record becomes `fault`, and keeps shares equal. `words` names the collective;
-        nothing happens if it is "".
+        nothing is recorded if it is "".
         """
         # an example of `what` is "its loss"; an earlier fault stays
         if words and not self.fault:
@@ -191,7 +191,7 @@ class Exchanges:
 
     @contextmanager
     def handling_rows(self) -> Iterator[None]:
-        """Context manager for code that can itself exchange tensors with different row counts."""
+        """Context manager around library code that can itself gather different row counts."""
         # in this context, collectives are called unchanged, and exchanging rows is no fault
         before, self._knows_rows = self._knows_rows, True
         try:
@@ -275,7 +275,7 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """Return whether the call combines sums that each rank has made over its own rows."""
+    """Return whether the call adds up or gathers values that each rank has summed over its rows."""
     # such results are the same however the rows are divided among the ranks
     every = _tensors(call)
     if call.name == "all_reduce":
@@ -303,7 +303,7 @@ def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
 
 
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
-    """Make the guard treat the collective's output as an input of the step from now on."""
+    """Treat the tensors that the collective has filled as inputs of the step from now on."""
     # how the program computed their previous contents no longer matters
     for tensor in each_tensor_in(call.filled):
         guard.treat_as_input(tensor)
@@ -397,10 +397,10 @@ def run_compared(call: ExchangeCall) -> Any:
 
 
 class _Complete:
-    """Stands for the `Work` handle of a collective that has already finished."""
+    """Finished `Work` handle, returned for an async collective that has been run at once."""
 
     def wait(self, *_: Any) -> bool:
-        """Return True at once."""
+        """Return True at once, because the collective has finished."""
         return True
 
     def is_completed(self) -> bool:
@@ -408,7 +408,7 @@ class _Complete:
 
 
 def _can_all_fill(call: ExchangeCall) -> bool:
-    """Return whether every rank can resize the tensors that receive the call's output."""
+    """Return whether all ranks can resize the tensors that receive the collective's output."""
     # a view can't be resized to other ranks' numbers of rows
     can = not any(map(is_view, each_tensor_in(call.filled)))
     every = torch.tensor(int(can), device=call.given.device)
@@ -470,6 +470,6 @@ def _gather_to_tensor(call: ExchangeCall, counts: list[int]) -> None:
 
 
 def _fill(place: torch.Tensor, rows: torch.Tensor) -> None:
-    """Make the tensor `place` share the storage and shape of `rows`."""
+    """Point the tensor `place` at the storage of `rows`, which may have another shape."""
     with torch.no_grad():
         place.set_(rows)

@@ -59,7 +59,7 @@ def current_rank() -> int:
 
 
 def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `init_process_group`: find the group's ranks and choose this process's device."""
+    """Hook of `init_process_group`: find out this process's rank, and choose its device."""
     # If the group is evener's, the waiting ranks begin to run the program. A process that evener
     # didn't start gets the device of its rank.
     global _place
@@ -82,7 +82,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _read_place(given: dict[str, Any]) -> GroupRank | None:
-    """Return rank and world size from the call or the environment, or None if neither has them."""
+    """Return rank and world size from the call or the environment, or None if both lack them."""
     # `given` are the arguments of `init_process_group`. Numbers that aren't in them are taken from
     # the environment. With MPI, only the backend knows them.
     query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
@@ -99,7 +99,7 @@ def _read_place(given: dict[str, Any]) -> GroupRank | None:
 
 
 def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
-    """Return whether the script joins the process group whose ranks `evener run` started."""
+    """Return whether the script's process group consists of the ranks started by `evener run`."""
     # `method` is the program's `init_method`. A script may choose its own rendezvous address. So
     # another address means another group only if a launcher in the program has started sibling
     # ranks.
@@ -163,7 +163,7 @@ def _read_start_environment(process: str) -> dict[str, str]:
 
 
 def _has_sibling(own: dict[str, str]) -> bool:
-    """Return whether another rank of the same group is running, found by its environment."""
+    """Return whether another rank of this group is running, judging by process environments."""
     # a sibling has the same run, rendezvous address and number of ranks, but another rank
     alike = (RUN, "WORLD_SIZE", *_ADDRESS)
     for process in filter(str.isdecimal, os.listdir("/proc")):
@@ -175,7 +175,7 @@ def _has_sibling(own: dict[str, str]) -> bool:
 
 
 def _set_own_device(place: GroupRank) -> None:
-    """Set the plan's device for a process that the user's script started itself."""
+    """Choose the plan's device for a process that the user's script has started itself."""
     # This is the plan's device for the process's rank. If there are more processes than shares,
     # some use the same device. If the numbers differ, shares are equal.
     if place.is_given and is_eveners_rank():  # the variables are those of the parent process
@@ -195,7 +195,7 @@ def _set_own_device(place: GroupRank) -> None:
 
 
 def _free_interfaces(place: GroupRank) -> None:
-    """Let gloo and NCCL leave loopback if the group spans several machines."""
+    """Let gloo and NCCL use interfaces other than loopback if the group spans several machines."""
     # until then, they are restricted to loopback
     here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
     if is_in_other_run() and here != str(place.world):

@@ -139,14 +139,14 @@ class Guard(Recorder):
         return super().__torch_function__(function, types, arguments, keywords)
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Follow values from other ranks through a function call; note if it was `len(batch)`."""
+        """Record a call by the script: its use of other ranks' values or of `len(batch)`."""
         # `len` of the batch shows that the program uses the number of rows
         self.has_asked_length |= function is torch.Tensor.__len__ and result == self.rows
         if self._origins is not None:
             self._origins.follow(function, arguments, keywords, result, self)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the loss as it was before a collective overwrote it."""
+        """Return the loss's value; if a collective has overwritten it, the value before that."""
         # only the earlier value can be compared with what the recorded calls compute
         return super().read_loss(self._before.get(address(loss), loss))
 
@@ -157,7 +157,7 @@ class Guard(Recorder):
     def _is_given(self, tensor: torch.Tensor) -> bool:
         """Return whether the step reads this tensor without computing it, such as task weights.
 
-        A total over all ranks' rows doesn't count, because shares can't change it.
+        Totals over all ranks' rows are left out, because shares don't change them.
         """
         # Task weights are such a tensor. A sum over all ranks' rows is the same with any shares.
         totals = self._origins.totals if self._origins is not None else None
@@ -165,7 +165,7 @@ class Guard(Recorder):
         return super()._is_given(tensor) and not is_total
 
     def _record_number_use(self, function: Any, given: Any) -> None:
-        """Note whether gradients or weights are scaled by a value from this rank's own rows."""
+        """Record if gradients or weights are scaled by a value computed from this rank's rows."""
         super()._record_number_use(function, given)
         if self.local_use or not is_arithmetic(function):
             return
@@ -210,7 +210,7 @@ class Guard(Recorder):
         return self._find_computing_calls(tensor)[1]
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor was computed from the batch, or from its number of rows."""
+        """Return whether the tensor was computed from the batch or from the batch's row count."""
         places, reached, _ = self._find_computing_calls(tensor)
         return reached or any(
             isinstance(each, RowNumber)
@@ -248,7 +248,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's values for two parts of the rows add up to that for both."""
+        """Return whether the tensor, computed for two parts of the rows, adds up to the whole."""
         # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
         # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)
@@ -308,7 +308,7 @@ class Guard(Recorder):
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
-        """Return why unequal shares would change what is learned, or "" if they wouldn't."""
+        """Return why unequal shares would change the model's training, or "" if they wouldn't."""
         # Shares change nothing if they give the same gradient as the program's own launcher. If
         # ranks communicate in the models' layers, losses are compared instead of gradients.
         record = self._find_record(loss)
@@ -324,7 +324,7 @@ class Guard(Recorder):
             return _describe_error(error)
 
     def _find_record(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return the recorded calls that computed the loss, or say why they can't be repeated."""
+        """Return the recorded calls that computed the loss, or why they can't be repeated."""
         if not self.batch:
             return f"its batch is a {self._kind}, not tensors in tuples, lists or dicts"
         if self.rows < 2:
@@ -443,7 +443,7 @@ class Guard(Recorder):
         return RANDOM_COUNT.format(*(f"{loss:.6g}" for loss in losses))
 
     def _find_limit(self, record: LossRecord) -> str:
-        """Return why the script can't compute its loss for one more row, or "" if it can."""
+        """Return why the loss can't be computed for a batch with one more row, or "" if it can."""
         # Only a tensor with an entry per row that isn't in the batch can be a reason. Then the loss
         # of one more row is tried.
         if not self._finds_sums or self._is_ragged or not record.has_other_rows():
@@ -459,7 +459,7 @@ class Guard(Recorder):
         return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
-        """Return whether gradients differ only because the losses are sums over rows, not means.
+        """Return whether gradients differ only because the loss is a sum over rows, not a mean.
 
         If so, `are_sums` becomes True.
         """
@@ -472,7 +472,7 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """Whether the script divides summed gradients by a number that may be its row count."""
+        """Whether the script scales summed gradients by a number that could be its row count."""
         # such a program changes weights or gradients with a number that may count rows
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
@@ -488,7 +488,7 @@ class Guard(Recorder):
         return self._collated[0] if self._collated else None
 
     def _list_rows(self) -> list[FewRows]:
-        """Return the possible choices of a few rows for the audit, the best one first."""
+        """Return the sets of a few rows that the audit may use, the best first."""
         # collated again by the loader, then cut from the batch and chosen to differ, then cut in
         # order
         every = [self._collate_few()]

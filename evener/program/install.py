@@ -102,7 +102,7 @@ def install() -> None:
 
 
 class _HookFinder:
-    """Import finder that registers the hooks when the first hooked library is imported."""
+    """Import finder that registers the hooks when a hooked library is first imported."""
 
     # Registering waits for the first such import, because importing wrapt takes a while. The finder
     # then removes itself, and the other finders find the module.
@@ -228,7 +228,7 @@ def print_own_error(
 
 
 def leave_group(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `destroy_process_group`: wait until gloo's threads are idle."""
+    """Hook of `destroy_process_group` that first waits until gloo's threads are idle."""
     # Work items hold Python objects. A thread that releases them during the interpreter's shutdown
     # aborts the process; while its group is destroyed, it blocks forever.
     wait_until_asleep(_GLOO)

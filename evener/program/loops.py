@@ -68,9 +68,9 @@ def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
 
 
 class Loop:
-    """Iterator over a loader's batches that starts and finishes a training step with each.
+    """Iterator over a loader's batches; each batch begins a training step.
 
-    `outer` is a loader of another library around `loader`; it fetches one batch more ahead.
+    `outer` is a loader of another library that wraps `loader` and fetches one batch further ahead.
     """
 
     # such a loader fetches each batch before it returns the previous one
@@ -127,11 +127,11 @@ class Loop:
 
     @property
     def has_known_iterator(self) -> bool:
-        """Whether the iterator is PyTorch's own, so that its prefetching is known."""
+        """Whether PyTorch's own iterator is used, whose number of prefetched batches is known."""
         return is_loader_iterator(self._batches)
 
     def leave(self) -> Any:
-        """Give the loader its own batch sampler back and return the plain iterator."""
+        """Restore the loader's own batch sampler, and return its plain iterator."""
         self.shared_batches.opens = False
         if self._loader.batch_sampler is self.shared_batches:
             vars(self._loader)["batch_sampler"] = self.shared_batches.given
@@ -139,11 +139,11 @@ class Loop:
 
     @property
     def batch_maker(self) -> str:
-        """Class name of the batch sampler if the user defines it, or "" if a library does."""
+        """Class name of the user's batch sampler, or "" if the sampler comes from a library."""
         return name_own_sampler(self.shared_batches.given)
 
     def follow(self, training: Any) -> None:
-        """Divide this loop's batches from now on by the shares of `training`."""
+        """Divide this loop's batches by the shares of `training` from now on."""
         assert self.sampler is not None
         training.follow(self.sampler, self.ahead)
         self.sampler.changes = True
@@ -151,7 +151,7 @@ class Loop:
         self.sampler.take(self._step)
 
     def varies(self) -> bool:
-        """Return whether the data set gives a different sample each time for the same index."""
+        """Return whether the data set returns different samples for the same index."""
         with suppress(Exception):  # the user's code may not support this call
             copied_data = copy_dataset(self._loader.dataset)
             number = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
@@ -163,7 +163,7 @@ class Loop:
         return False
 
     def summarize_data(self) -> same_data.RankData | None:
-        """Return a summary of the data set, to check that all ranks have the same one.
+        """Return a summary of the data set, for a comparison between ranks.
 
         The result is None if the rows can't be divided.
         """
@@ -322,7 +322,7 @@ class EpochBatches:
         return self._drawn
 
     def __getattr__(self, name: str) -> Any:
-        """Return a state method of the own sampler's iterator, such as `state_dict`.
+        """Return a method of the own sampler's iterator for its state, such as `state_dict`.
 
         Raises AttributeError for other names.
         """
@@ -339,7 +339,7 @@ class EpochBatches:
 def _draw_own_batches_too(
     batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
 ) -> Iterator[Any]:
-    """Yield `batches`, and advance the script's own sampler by one batch for each.
+    """Yield `batches`, and draw one batch from the script's own sampler for each.
 
     Raises RequestError if its batches differ from `expected`.
     """
@@ -355,7 +355,7 @@ def _draw_own_batches_too(
 
 
 def name_own_sampler(sampler: Any) -> str:
-    """Return the class name of a batch sampler if the user defines it, or "" if a library does."""
+    """Return the class name of a user's batch sampler, or "" if it comes from a library."""
     for each in _chain(sampler):
         home = type(each).__module__.partition(".")[0]
         if home not in ("torch", "accelerate", "evener"):
@@ -401,7 +401,7 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
 def _check_sizes(every: list[list[Any]]) -> None:
     """Raise RequestError unless batches have the same size on all ranks and in all steps.
 
-    The batches of the last step may have another size, if it is the same on all ranks.
+    The last step may have another batch size if it is the same on all ranks.
     """
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
     # an epoch's last batch may have another number, equal on all ranks
@@ -415,7 +415,7 @@ def _uneven(why: str) -> RequestError:
 
 
 def join_ranks(every: Any) -> list[Any]:
-    """Return the row indices of all ranks in the order of training: step by step, rank by rank."""
+    """Return all ranks' row indices in training order: step by step, and rank by rank in a step."""
     return [row for step in zip(*every, strict=True) for batch in step for row in batch]
 
 
@@ -466,7 +466,7 @@ def _chain(sampler: Any) -> Iterator[Any]:
 def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
     """Hook of accelerate's `DataLoaderDispatcher` that keeps shares equal.
 
-    One rank loads all rows there.
+    With this loader, one rank loads the rows of all ranks.
     """
     if PROGRAM.trains(outer):
         PROGRAM.stay_even(DISPATCHED)
@@ -475,7 +475,7 @@ def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
 
 
 def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `Accelerator.gather`: let ranks gather tensors with different row counts."""
+    """Hook of `Accelerator.gather` that lets ranks gather tensors with different row counts."""
 
     def gather(tensor: torch.Tensor) -> Any:
         if not tensor.ndim:

@@ -15,9 +15,9 @@ _FORGET = 1000  # expired storages are dropped once there are this many
 
 
 class TensorMarks:
-    """Maps tensors to text that says where their values come from.
+    """Labels tensors with the collective that their values come from.
 
-    A mark belongs to one tensor object, or to a storage and so to all its views.
+    A label belongs to one tensor object, or to a storage and so to all its views.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class TensorMarks:
         self._written: dict[StorageWeakRef, str] = {}
 
     def mark(self, tensor: torch.Tensor, place: str) -> None:
-        """Mark this tensor object; its views stay unmarked."""
+        """Mark this tensor object, but not its views."""
         self._made[tensor] = place
 
     def mark_storage(self, tensor: torch.Tensor, place: str) -> None:

@@ -21,7 +21,7 @@ READ_STEPS = 10  # number of steps between readings of the timer, which stores t
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
-    """Model and batch size for which a plan's shares were found; for others they may be wrong."""
+    """Model and batch size for which shares were optimized; they may not suit others."""
 
     # for another model or batch, these shares may be wrong
 
@@ -121,7 +121,7 @@ class Notebook:
             print_on_first_rank(f"shares stay equal: {self.why}{more}")
 
     def suppose_even(self, why: str) -> None:
-        """Print why shares are equal so far; the decision may change when a later loop begins."""
+        """Print why shares are equal for now; a later loop may still get unequal shares."""
         self.pending_reason, self._supposes_even = why, True
         print_on_first_rank(f"shares stay equal: {why}")
 
@@ -138,7 +138,7 @@ class Notebook:
             self._read_steps()
 
     def _read_steps(self) -> None:
-        """Add the timer's new step times to the record; steps with partial batches are left out."""
+        """Record the timer's new step times, except for steps with a partial batch."""
         # without steps of fewer rows than a global batch, such as an epoch's last
         for step in self._training.timer.last():
             if step.number <= self._read:
@@ -148,7 +148,7 @@ class Notebook:
                 self._record.add(step.sizes, step.own_work_s, step.step_s, step.disturbed)
 
     def leave(self) -> None:
-        """Write this rank's `RankNote` to the folder that `evener run` has named."""
+        """Write this rank's `RankNote` to the folder that `evener run` has chosen."""
         if not self.settings.folder:
             return
         if not self.hooks and self._supposes_even:

@@ -43,16 +43,16 @@ class Origins:
             self.totals.write(tensor, place)
 
     def write_gathered(self, data: Any, place: str) -> None:
-        """Mark `data` as per-rank sums that were gathered but not added up.
+        """Mark `data` as gathered values, one per rank, which the script may add up later.
 
-        `place` names the collective and its line.
+        Each value is a rank's sum over its own rows. `place` names the collective and its line.
         """
         for tensor in each_tensor_in(data):
             self._marks.remove(tensor)
         self.totals.write_gathered(data, place)
 
     def write_objects(self, data: Any, place: str) -> None:
-        """Mark tensors in gathered Python objects.
+        """Mark tensors in Python objects that were gathered from all ranks.
 
         Plain numbers in them can't be followed, so they count as read by the script.
         """
@@ -67,7 +67,7 @@ class Origins:
         self.reads += 1
 
     def find(self, data: Any) -> str:
-        """Return the collective, with its line, that a value in `data` comes from, or ""."""
+        """Return the collective, with its line, from which a value in `data` comes, or ""."""
         for leaf in leaves_of(data):
             place = self._marks.find(leaf) if isinstance(leaf, torch.Tensor) else ""
             if place:
@@ -75,7 +75,7 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the collective that this tensor was computed from, or "" if it has no mark."""
+        """Return the collective that this tensor was computed from, or "" if none is known."""
         return self._marks.find_own(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> None:

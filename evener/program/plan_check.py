@@ -1,4 +1,4 @@
-"""End a script that was launched with a plan but never opens it."""
+"""End a script that `evener launch` started with a plan but that never opens the plan."""
 
 from __future__ import annotations
 

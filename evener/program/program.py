@@ -75,7 +75,7 @@ class Program:
         self._begin_undecided()
 
     def _begin_undecided(self) -> None:
-        """Reset all state to that before the first step, when shares are still equal."""
+        """Reset all state as before the first step, with equal shares."""
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # the loop that yielded the latest batch
         self._other_loop: Any = None  # another loop whose batch belongs to the same step
@@ -102,12 +102,12 @@ class Program:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Rows of each rank in a step; empty until evener divides the batches."""
+        """Row count of each rank in a step; empty until evener divides the batches."""
         return () if self.training is None else self.training.ranks.batches
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each rank in the current batch; empty outside of training loops."""
+        """Row count of each rank in the current batch; empty outside of training loops."""
         return () if self._loop is None else self._loop.sizes
 
     def trains(self, loader: Any) -> bool:
@@ -127,7 +127,7 @@ class Program:
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Record a wrapped model and forget its submodules; ignore a part of a recorded model."""
+        """Record a wrapped model in place of its submodules, unless it is itself a submodule."""
         # a part of a model that is already recorded is ignored
         if not any(model in other.modules() for other in self.models):
             for module in model.modules():
@@ -161,7 +161,7 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Print why shares stay equal if backward passes run but no PyTorch optimizer steps."""
+        """Count backward passes; if no optimizer step follows, print why shares stay equal."""
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -178,7 +178,7 @@ class Program:
             self._end_strictly(words)
 
     def _find_loader_obstacle(self) -> str:
-        """Return why evener can't follow the script's loop over its loader."""
+        """Return why evener can't divide the batches of the script's data loader."""
         # the optimizer trains a wrapped model, so the reason is in the loop's loader
         if self._own_iteration:
             return views.OWN_ITERATION.format(self._own_iteration)
@@ -199,7 +199,7 @@ class Program:
         self._has_begun_early = not self.models
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook before a step: check whether values from other ranks affect the step."""
+        """Optimizer hook that runs before a step, and checks if it uses values from other ranks."""
         # before training by shares, also whether values that ranks exchanged affect the step
         if self._guard is not None:
             self._guard.steps = True
@@ -207,7 +207,7 @@ class Program:
                 self._check_exchanged_values(optimizer)
 
     def _check_exchanged_values(self, optimizer: Any) -> None:
-        """Note if values from other ranks reached the loss, gradients, weights or learning rate."""
+        """Record if values from other ranks affect loss, gradients, weights or learning rate."""
         # through the loss, the gradients, the weights or the optimizer's settings
         exchanges = self.exchanges
         if not exchanges.origins.seen:
@@ -232,7 +232,7 @@ class Program:
             exchanges.note_entered(exchanges.origins.read, "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook that records a step, and prints why shares can't differ if they can't."""
+        """Optimizer hook that counts a step, and prints why shares stay equal if they have to."""
         self._updated = True
         self._stepped = True
         if self._loop is not None:
@@ -250,7 +250,7 @@ class Program:
             self._note_obstacle(optimizer)
 
     def _note_rates(self, optimizer: Any) -> None:
-        """Add the optimizer's settings to a checksum that ranks compare to find differences."""
+        """Add the optimizer's settings, such as rates, to a checksum that ranks compare."""
         # once the program trains by shares, only learning rates are added, and no fault is recorded
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
@@ -335,7 +335,7 @@ class Program:
         return self.exchanges.see(wrapped, arguments, keywords, guard, place, is_uneven, checks)
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
-        """Note if a callback that the user gave to a trainer is calling a collective."""
+        """Record a collective if a callback that the user gave to a trainer calls it."""
         # `name` is the collective, and `start` observes the first steps
         place = find_callback()
         if not place or not start.is_training:
@@ -347,7 +347,7 @@ class Program:
             self.notebook.warn(views.EXCHANGED)
 
     def note_exchange(self, call: ExchangeCall | None = None) -> None:
-        """Warn if the user's script exchanges values between ranks with unequal shares."""
+        """Warn if the user's script exchanges values between ranks while shares are unequal."""
         # this is called for each collective of the program
         if len(set(self.sizes)) <= 1 or not any(model.training for model in self.models):
             return
@@ -361,7 +361,7 @@ class Program:
     def open_loop(self) -> None:
         """End the current training run if the new loop trains another model.
 
-        Every rank has to call this equally often.
+        Every rank has to call this the same number of times.
         """
         # If the program trains another model from now on, as for the next fold of a
         # cross-validation, a new training run begins. Its shares are equal until its loss has been
@@ -421,7 +421,7 @@ class Program:
         self._loop = loop
 
     def _needs_guard(self, loop: Any) -> bool:
-        """Return whether the next step's loss has to be checked for an effect of unequal shares."""
+        """Return whether the next step's loss has to be checked: could unequal shares change it?"""
         # every batch before training by shares, the first uneven one, then at growing intervals
         if self.training is None:
             return not self.notebook.why and not loop.shared_batches.fault
@@ -463,15 +463,15 @@ class Program:
 
     @property
     def _meets_in_layers(self) -> bool:
-        """Whether ranks communicate inside the model's layers, as under FSDP."""
+        """Whether the model's layers communicate between ranks, as with FSDP."""
         # then no rank can run a pass alone
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
-        """Finish the step of the loop's last batch.
+        """Finish the training step of the loop's last batch.
 
         After the first step, all ranks decide whether shares may differ. Every rank has to call
-        this equally often.
+        this the same number of times.
         """
         if loop.was_interrupted:
             raise RequestError(*views.INTERRUPTED)
@@ -503,9 +503,9 @@ class Program:
             self._guard = None
 
     def _handle_several_loops(self, loop: Any) -> None:
-        """Check that two loops in one step divide their rows among ranks in the same ratios.
+        """Check that two loops used in one step are both divided by the same shares.
 
-        Raises RequestError if they don't.
+        Raises RequestError if they aren't.
         """
         # `loop` is the second loop; shares are different if they divide the loops' rows in other
         # ratios
@@ -536,7 +536,7 @@ class Program:
             self._compare_records(loop)
 
     def _exchange_change(self) -> None:
-        """Send this rank's check of a changed loss to the others, without waiting for theirs."""
+        """Send this rank's check of a changed loss to all ranks, without waiting for theirs."""
         # Such a check is made after a change of the loss or of a setting that affects the loss.
         # This rank doesn't wait for the others, because they may not have seen the change.
         assert self.training is not None
@@ -548,7 +548,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn if this step's loss couldn't be checked for an effect of unequal shares."""
+        """Warn if this step's loss couldn't be checked for effects of unequal shares."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of equal shares: "
@@ -556,7 +556,7 @@ class Program:
             )
 
     def _compare_records(self, loop: Any) -> None:
-        """Compare all ranks' records of the last steps; if one has a problem, make shares equal.
+        """Compare all ranks' records of the last steps; make shares equal if one has a problem.
 
         Raises RequestError if ranks have trained with different row orders or learning rates.
         """
@@ -576,13 +576,13 @@ class Program:
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
-        """Return a loop to equal shares for the rest of the training run, and say why."""
+        """Make a loop's shares equal for the rest of the training run, and print why."""
         assert self.training is not None
         self.training.follow(loop.sampler, loop.ahead)
         self.go_even(self.training, f"in step {self._steps}, {fault}")
 
     def go_even(self, training: PlannedTraining, fault: str) -> None:
-        """Make shares equal for the rest of the training run and say why.
+        """Make shares equal for the rest of the training run, and print why.
 
         Raises RequestError in strict mode. Every rank has to call this after the same step.
         """
@@ -604,11 +604,11 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Start to check gradients during training; if a check fails, shares become equal."""
+        """Audit gradients during the training run; if an audit fails, shares become equal."""
         training.audits.follow_launcher(partial(self.go_even, training))
 
     def begin_even(self, training: PlannedTraining, hooks: str) -> None:
-        """Keep a library trainer's shares equal until its first steps have been checked."""
+        """Keep shares equal in a library trainer's first steps, until they have been checked."""
         self.notebook.pending_reason = views.EVEN_START
         leave = partial(self._leave_even, training, hooks)
         self._even_start = EvenStart(training, self.exchange, self.stay_even, leave)
@@ -618,9 +618,9 @@ class Program:
         self.notebook.watch(training, hooks)
 
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
-        """Send `own` to all ranks and return every rank's value, in rank order.
+        """Gather one value from each rank, in rank order; `own` is this rank's.
 
-        They go through the process group's store, and must be serializable by msgspec. The result
+        Values go through the process group's store, and must be serializable by msgspec. The result
         is empty if a rank doesn't answer within `seconds`; 0 uses the default timeout.
         """
         # values are exchanged through the process group's store
@@ -637,7 +637,7 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Exchange error messages with all ranks; return the first one that isn't empty, or ""."""
+        """Exchange error messages with all ranks; return the first one, or "" without any."""
         # Ranks agree before they run passes together, in which they communicate layer by layer. If
         # a rank doesn't answer, that is a reason, too.
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
@@ -677,7 +677,7 @@ class Program:
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
     def _plan_loop(self, models: list[Any], loop: Any, are_sums: bool) -> PlannedTraining:
-        """Create a training run by the plan for this loop's rows, and attach its models to it."""
+        """Create a training run with the plan's shares for this loop, and add the models to it."""
         # losses are sums over rows, and the gradients are those of the ranks
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
@@ -727,7 +727,7 @@ class Program:
         )
 
     def _make_record(self, loop: Any) -> RankView:
-        """Return what this rank observed in the last steps, to be compared with other ranks."""
+        """Return this rank's observations in the last steps, to compare them between ranks."""
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.close()
@@ -756,7 +756,7 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's record of a step that had the plan's shares."""
+        """Return this rank's record of the last step, when the plan's shares are in use."""
         # `guard` has checked the last step; None if there was no check
         order = loop.shared_batches.digest
         if guard is None:
@@ -782,7 +782,7 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Note if a number in the loss has changed, as other ranks' values may be the cause."""
+        """Record if a number in the loss has changed, as exchanged values may be the cause."""
         # The program may have computed such a number from exchanged values. `numbers` are those of
         # the latest step's loss.
         before, self._numbers = self._numbers, numbers
@@ -793,7 +793,7 @@ class Program:
     def left_unchanged(self) -> Iterator[None]:
         """Context manager in which these hooks ignore training.
 
-        A library's hooks handle it there.
+        It is used around training that the hooks of another library handle.
         """
         self._others += 1
         try:

@@ -40,12 +40,12 @@ def has_copies(models: Iterable[Any]) -> bool:
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
-    """Return whether the optimizer also trains parameters that belong to none of `models`."""
+    """Return whether the optimizer also trains parameters outside of `models`."""
     return not has_copies(models) and unowned.trains_others(optimizer, models)
 
 
 def choose_weigh(models: Iterable[Any]) -> Weigh:
-    """Return what to multiply by a rank's share: "loss" for sharded models, else "gradients"."""
+    """Return what a rank's share multiplies: "loss" for sharded models, else "gradients"."""
     return "loss" if any(map(find_library, models)) else "gradients"
 
 

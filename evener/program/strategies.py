@@ -1,4 +1,4 @@
-"""Hooks of Lightning's fit loop: a DDP Trainer continues with the plan's unequal shares."""
+"""Hooks of Lightning's fit loop: a Trainer that uses DDP gets the plan's unequal shares."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 
 
 def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
-    """Give the Trainer a strategy for unequal shares, unless some rank has a reason against it.
+    """Give the Trainer a strategy for unequal shares, unless a rank has a reason against it.
 
     `fault` is this rank's reason, or "".
     """

@@ -1,4 +1,4 @@
-"""Follow totals over all ranks' rows, which stay the same however rows are divided."""
+"""Find tensors that are totals over all ranks' rows, and so are the same for any shares."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Rows(Protocol):
 
 
 class Totals:
-    """Marks tensors that hold sums over the rows of all ranks, and tensors computed from them.
+    """Marks tensors that hold totals over all ranks' rows, and tensors computed from them.
 
-    It also follows per-rank sums that were gathered but not added up yet.
+    It also follows gathered values, one per rank, that the script hasn't added up yet.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class Totals:
         self._mark_only(self._whole, tensor, place)
 
     def write_gathered(self, data: Any, place: str) -> None:
-        """Mark `data` as one sum per rank.
+        """Mark `data` as gathered values: each is a rank's sum over its own rows.
 
-        It is a tensor with an element per rank, or a list of tensors.
+        `data` is a tensor with an element per rank, or a list of tensors.
         """
         kind = self._gathered if isinstance(data, torch.Tensor) else self._parts
         for tensor in each_tensor_in(data):
@@ -106,7 +106,7 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Follow a call that uses gathered per-rank sums that are still separate tensors."""
+        """Follow a function call whose arguments are gathered values, in one tensor per rank."""
         # Return "" if the result joins the sums of all ranks, and otherwise the first of `parts`.
         # `parts` are the collectives that gathered the sums. A function such as torch.stack joins
         # tensors.
@@ -117,7 +117,7 @@ class Totals:
         return ""
 
     def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
-        """Follow a call that uses a tensor with a sum per rank; adding them up gives a total."""
+        """Follow a call on one tensor of gathered values, one per rank; its sum is a total."""
         # `place` is the collective that gathered the sums
         if function in _SUMS and len(leaves) == 1:
             self._whole.mark(result, place)
@@ -135,7 +135,7 @@ def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
 
 
 def _is_fixed(value: Any, rows: Rows) -> bool:
-    """Return whether a number is the same with any shares; a row count isn't."""
+    """Return whether a number is the same for any shares, unlike a row count."""
     # The number of ranks can't be one either, unless it equals the rows and the program has asked
     # for their number.
     if isinstance(value, bool) or not isinstance(value, int | float):

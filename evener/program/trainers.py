@@ -121,7 +121,7 @@ def _plan(trainer: Any) -> None:
 
 
 def _steps_others(trainer: Any) -> bool:
-    """Return whether the Trainer's optimizer also trains parameters outside of its model."""
+    """Return whether the Trainer's optimizer also trains parameters that aren't in its model."""
     # each rank would update such parameters with its own gradients
     from transformers import Trainer
 
@@ -143,7 +143,7 @@ def _warn_of_tail(trainer: Any, global_batch: int) -> None:
 
 
 class _TrainerFound(BaseException):
-    """Raised by `Trainer.train` while measuring: ends the script and carries its trainer."""
+    """Exception that ends the script at `Trainer.train` and carries its Trainer."""
 
     # The function `build` catches this. As a BaseException, it isn't caught by programs that catch
     # Exception.

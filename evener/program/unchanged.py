@@ -45,7 +45,7 @@ MOST_SEARCHED, MOST_ITEMS = 100, 16
 
 
 class _Iteration:
-    """One loop over a loader; counts its successive batches without a backward pass."""
+    """One loop over a loader, with a count of successive batches that had no backward pass."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
@@ -83,7 +83,7 @@ class _Loaders:
 
 
 class _Harmless:
-    """Context manager: an exception inside is printed and stops the timing, but isn't raised."""
+    """Context manager that prints an exception and stops the timing, instead of raising it."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop
@@ -183,7 +183,7 @@ class UnchangedTraining:
                 self._timer.start_loop()
 
     def fetch(self, wrapped: Any, iterator: Any, arguments: Any, keywords: Any) -> Any:
-        """Fetch the next batch; finish the previous step and begin a new one."""
+        """Fetch the next batch, which ends the previous step and begins a new one."""
         timer = self._timer
         if timer is None or self._is_without_loader or get_ident() != self._thread:
             return wrapped(*arguments, **keywords)
@@ -207,7 +207,7 @@ class UnchangedTraining:
         return batch
 
     def _begin_fetch(self, timer: StepTimer, iterator: Any) -> _Iteration | None:
-        """Finish the previous step, and return the iteration; None if it is for validation."""
+        """Finish the previous step; return the loop's record, or None if it is for validation."""
         iteration = self._newest
         if iteration is None or self._newest_iterator() is not iterator:
             iteration = self._find_iteration(iterator)
@@ -222,7 +222,7 @@ class UnchangedTraining:
         return iteration
 
     def _find_iteration(self, iterator: Any) -> _Iteration:
-        """Return the record of an iterator; create it if the iterator is new."""
+        """Return the record of a loop, given its iterator; a new iterator gets a new record."""
         iteration = self._iterations.get(iterator)
         if iteration is None:
             iteration = self._iterations[iterator] = _Iteration(None)
@@ -230,7 +230,7 @@ class UnchangedTraining:
         return iteration
 
     def _begin_step(self, iteration: _Iteration, batch: Any) -> None:
-        """Begin a step with the batch's rows."""
+        """Begin timing a step, and record its batch's row count."""
         rows = _count_rows(batch, iteration.batch_size)
         self._rows[iteration] = self._rows.get(iteration, 0) + rows
         if self._timer is not None:
@@ -238,7 +238,7 @@ class UnchangedTraining:
             self._timer.begin((rows,))
 
     def _end_loop(self, iteration: _Iteration) -> None:
-        """Pause the timer after a loop's last batch."""
+        """Pause the timer after the last batch of a loop."""
         self._has_batch = False
         if iteration.untrained:
             self._rows.pop(iteration, None)
@@ -246,7 +246,7 @@ class UnchangedTraining:
             self._timer.pause()
 
     def _is_validation(self, iteration: _Iteration) -> bool:
-        """Update the counts of a loop over a loader, and return whether it is for validation."""
+        """Return whether a loop is for validation, as its batches have no backward passes."""
         # It is if several batches of this iteration, or of an earlier one over the same loader,
         # weren't followed by a backward pass.
         passes, iteration.passes = iteration.passes, self._passes
@@ -349,7 +349,7 @@ class UnchangedTraining:
         _follow_forks()
 
     def leave_to_parent(self) -> None:
-        """Stop timing in a forked process."""
+        """Stop timing in this forked process, because its parent keeps timing."""
         if self._timer is not None:
             self._is_over = True
             self._thread = -1  # the id of no thread
@@ -376,7 +376,7 @@ class UnchangedTraining:
         self._reporter.report(rows)
 
     def _find_owner(self) -> Literal["nobody", "other", "undecided"]:
-        """Return whether another part of evener already reports this process's steps."""
+        """Return who else reports this process's steps: "nobody", "other" or "undecided"."""
         # "other" also if it isn't known how many processes train together; "undecided" while the
         # processes may still begin to train by shares
         own = None if self._reporter is None else self._reporter.reporter

@@ -94,9 +94,9 @@ DIFFERENCES = {  # differences between the views of the ranks, the most serious 
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """What one rank observed in a training step, sent to all ranks for comparison.
+    """One rank's observations in a training step, sent to all ranks for comparison.
 
-    Shares may differ if all ranks agree and no `fault` is set.
+    Shares may differ if all ranks observe the same and no `fault` is set.
     """
 
     fault: str = ""
@@ -111,7 +111,7 @@ class RankView(msgspec.Struct, frozen=True):
 
 
 def find_difference(every: list[RankView]) -> str:
-    """Return how the ranks' records first differ, as a key of `DIFFERENCES`, or ""."""
+    """Return the first difference between the ranks' records, as a key of `DIFFERENCES`, or ""."""
     for name in ("order", "rates", "are_sums"):
         if len({getattr(each, name) for each in every}) > 1:
             return name
@@ -176,10 +176,10 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
-    """Return why an optimizer's model can't train with unequal shares, or "".
+    """Return why evener can't use unequal shares for an optimizer's model, or "".
 
-    `of_loader` is the reason to give if the model itself is suitable. The result is also "" if the
-    optimizer trains none of `models`.
+    `of_loader` is returned if the model is suitable, because the loader is then the cause. The
+    result is "" if the optimizer trains none of `models`.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:
