@@ -120,7 +120,7 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Return a message if other programs keep the device busy for 20 % of the time, else ""."""
+    """Return a warning if other programs use the device for 20 % of the time or more, else ""."""
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)

@@ -42,10 +42,7 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time of gradient synchronization, within a host and across hosts.
-
-    It is a fixed cost and a cost per device.
-    """
+    """Time of a gradient synchronization: fixed costs, and costs per device and per host."""
 
     base_ms: Amount = 0.0
     per_device_ms: Amount = 0.0
@@ -151,7 +148,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return fastest
 
     def gain(self, processes: int) -> float:
-        """Return the combined throughput of several processes side by side, relative to one."""
+        """Return the total throughput of several processes on the device, relative to one."""
         points = self.pack_gain
         if not points or processes <= 1:
             return 1.0
@@ -326,13 +323,13 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, used - min(freed, activations))
 
     def usable_memory_bytes(self, position: int) -> int:
-        """Return a device's memory in bytes, at most its limit."""
+        """Return the bytes that training may use on a device: its memory, or a lower limit."""
         own = round(self.devices[position].memory_mib * MIB)
         capped = self.limit(position).memory_bytes
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """Return how many bytes of a device's usable memory other processes occupy at this time."""
+        """Return the bytes of usable memory that other processes occupy at this time."""
         taken = sum(
             event.memory_taken_mib
             for event in self.events

@@ -46,7 +46,7 @@ class SnapshotBuilder:
         self._rates = rates or TrainingRates()
 
     def begin(self) -> float:
-        """Start a new snapshot and return the current monotonic time in seconds."""
+        """Start a new snapshot, and return its monotonic time in seconds."""
         now = self.clock()
         self.interval_seconds = max(0.0, now - self._started)
         self._started = now

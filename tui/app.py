@@ -143,7 +143,10 @@ class EvenerApp(BaseApp):
             self.call_after_refresh(_tune_garbage_collection)
 
     def switch_mode(self, mode: str) -> AwaitMount:
-        """Switch to a screen without styling a newly created one twice."""
+        """Switch to a screen.
+
+        A newly created screen is styled once; Textual would style it twice.
+        """
         # A new screen is styled when it is created. Textual would style it a second time.
         self._makes_screen = mode not in self._screen_stacks
         made = super().switch_mode(mode)
@@ -153,12 +156,15 @@ class EvenerApp(BaseApp):
         return made
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply the stylesheet to all widgets, except while `switch_mode` creates a screen."""
+        """Apply the stylesheet to all widgets.
+
+        Does nothing while `switch_mode` creates a screen.
+        """
         if not self._makes_screen:
             super().refresh_css(animate)
 
     async def on_event(self, event: Event) -> None:
-        """Handle key presses at once and in order, ahead of the widgets' message queues."""
+        """Handle each key press before the next one, instead of queueing it in the widgets."""
         # Textual passes a key through the widgets first, and runs the binding of a key such as Tab
         # or Ctrl-U only when the widgets haven't handled the key. By then, text typed right after
         # the key would already be in the previous field, or would be deleted.

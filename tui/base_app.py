@@ -56,7 +56,7 @@ class SessionReported(Message):
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """Return whether a newer progress report of the same probe makes this one obsolete."""
+        """Return whether `message` is newer progress of the same probe than this message."""
         return (
             isinstance(message, SessionReported)
             and isinstance(message.event, ProbeProgress)
@@ -175,7 +175,7 @@ class Sampled(Message):
     snapshot: Snapshot
 
     def can_replace(self, message: Message) -> bool:
-        """Return whether `message` is a newer reading."""
+        """Return whether `message` is a newer reading and makes this one obsolete."""
         return isinstance(message, Sampled)
 
 
@@ -365,7 +365,7 @@ class BaseApp(App[int]):
 
     @property
     def searches(self) -> bool:
-        """Whether a search, not a replay, is running."""
+        """Whether a search is running; a replay doesn't count."""
         return self.balance.active and not self.replays
 
     def pause_session(self, paused: bool) -> None:
@@ -390,7 +390,7 @@ class BaseApp(App[int]):
             self._publish_loads()
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Store how the session has ended, and show a message where the screen doesn't say so.
+        """Store the session's result or error; show it as a message if it isn't on the screen.
 
         A search that failed before its first event restores the state shown before.
         """
@@ -440,7 +440,7 @@ class BaseApp(App[int]):
         self.publisher.set_loads(loads)
 
     def session_samples(self) -> tuple[DeviceSample | None, ...]:
-        """Return the latest reading of each device of the search, or None where there is none."""
+        """Return the latest reading of each device of the search; None for a device without one."""
         seen = (
             {sample.device.key: sample for sample in self.snapshot.devices}
             if self.snapshot is not None

@@ -143,12 +143,12 @@ class KeyDiscovery(DiscoveryHit):
 
 
 class PaletteEntry(NamedTuple):
-    """A key binding as the palette lists it.
+    """A key binding as the command palette lists it.
 
-    - `words`: the panel and the description.
-    - `moves`: whether it only moves within a list or screen; such keys are found by a search
-      only.
-    - `other_words`: what users may search for instead.
+    - `words`: the panel's title and the description.
+    - `moves`: whether the key only moves within a list or screen; such keys are listed only if
+      the user searches for them.
+    - `other_words`: other words that users may search for.
     """
 
     key: str

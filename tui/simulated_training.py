@@ -82,7 +82,7 @@ class TrainingSource(SimulatedSource):
         )
 
     def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
-        """Advance the training run to the time `now`, and return the reports of its ranks."""
+        """Advance the simulated training run to the time `now`, and return its ranks' reports."""
         # New shares take effect at the next reading.
         rows = self._rule.shares
         own = [self.machine.device_seconds(place, share, True) for place, share in enumerate(rows)]

@@ -247,9 +247,10 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return the seconds throttled by heat or a power brake, and by the power cap.
+        """Return the seconds throttled by heat or power brake, and the seconds at the power cap.
 
-        Both are counters with an arbitrary start; None if unknown.
+        Both are totals with an arbitrary start, so only differences are meaningful; None if
+        unknown.
         """
         # the driver counts nanoseconds since a fixed time
         counts = {
@@ -348,7 +349,7 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return the field's reading, or the result of an equivalent NVML call."""
+        """Return the field's reading; without a value, call an equivalent NVML function."""
         return (
             field
             if field.current is not None
@@ -390,7 +391,10 @@ class GpuReader:
     def _estimate_throttling(
         self, rate: Reading, reasons: tuple[str, ...] | None
     ) -> tuple[Reading, tuple[str, ...]]:
-        """Estimate the throttled time from two readings, for a GPU without counters."""
+        """Estimate the percentage of throttled time from two readings of the throttle reasons.
+
+        This is for GPUs without counters.
+        """
         # a chip with counters isn't estimated, even if they have no value yet
         if rate.state is not State.UNSUPPORTED or reasons is None:
             return rate, reasons or ()
@@ -492,7 +496,7 @@ class GpuProcesses:
             raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
-        """Return the multiprocessor use by pid, in percent, and a reading for all others."""
+        """Return the multiprocessor use in percent by pid, and the reading for all other pids."""
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(
                 self._handle, self.since

@@ -99,9 +99,9 @@ def balance(
 def _read_budget(
     request: Request, budget: str | None, resume: str | None
 ) -> tuple[Request, float | None]:
-    """Return the request with its time budget, and by how many seconds to extend a resumed run.
+    """Parse `--budget`; return the request with it, and the seconds to add to a resumed run.
 
-    The second value is None where the budget in the request counts. Raises RequestError for `+5m`
+    The seconds are None unless the budget extends a resumed run. Raises RequestError for `+5m`
     without a run to resume.
     """
     if budget is None:
@@ -206,7 +206,7 @@ def compare(
 
 
 def _resume_comparison(request: Request, resume: str, others: str | None) -> OpenRun:
-    """Open the run of a comparison to resume it.
+    """Open a stored comparison of layouts, to continue it.
 
     Raises RequestError if the run is a plain search or if `others`, the option that chooses
     layouts, is given.

@@ -139,7 +139,7 @@ def launch(
 
 
 def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
-    """Run the processes of a job to their end, and return the exit code.
+    """Run the processes of a job until all have ended, and return the exit code.
 
     A script that exits with 0 but has never read the plan counts as an error.
     """

@@ -175,7 +175,7 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 
 
 def _read_first(source: Source) -> Snapshot:
-    """Read the devices once, and wait until a second reading can show rates.
+    """Read the devices, then wait until their drivers can measure rates for a second reading.
 
     Raises DeviceError if they can't be read.
     """

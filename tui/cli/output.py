@@ -67,7 +67,7 @@ class _GuardedFile(io.FileIO):
 
 
 def terminal_columns() -> int | None:
-    """Return the width of the terminal, or None if standard output is no terminal."""
+    """Return the width of the terminal, or None if standard output isn't a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

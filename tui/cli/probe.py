@@ -150,7 +150,7 @@ def _announce(resolved: Job, repeat: int, length: ProbeLength) -> None:
 def _print_run(
     run: ProbeRepeat, number: int, repeat: int, devices: Sequence[Device], length: ProbeLength
 ) -> None:
-    """Print a run's speed with half of its 95 % interval, and warnings about the measurement."""
+    """Print a run's samples/s with half of the 95 % interval, and warnings about the run."""
     interval = run.this_run
     error = half_width(interval.value, interval.low, interval.high)
     print_notice(f"run {number} of {repeat}: {rate(interval.value)} samples/s ± {error}")
@@ -222,7 +222,7 @@ def _table_rows(
 def _measurement_cells(
     speed: float | None, error: str, memory: int | None, power: Power | None, energy: bool
 ) -> tuple[str, ...]:
-    """Return the cells for speed, its error, memory in bytes and, if `energy`, power."""
+    """Return the table cells for speed, its error, memory (bytes) and, if `energy`, power."""
     shown = "-" if speed is None else rate(speed)
     held = "-" if memory is None else size(memory)
     if not energy:

@@ -320,9 +320,9 @@ def delete_runs(
 
 
 def _delete(found: Sequence[str], yes: bool) -> None:
-    """Delete runs, after a confirmation unless `yes`.
+    """Delete runs, after asking for confirmation unless `yes`.
 
-    Raises RequestError without `yes` if standard input is no terminal.
+    Raises RequestError without `yes` if standard input isn't a terminal.
     """
     if not yes:
         if not sys.stdin.isatty():

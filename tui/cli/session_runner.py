@@ -109,9 +109,9 @@ def run_session(
 def _run_to_its_end(
     session: Session, progress: _Progress, as_json: bool
 ) -> tuple[Finished, UnwrittenError | None]:
-    """Run the session, close it, and return its last event.
+    """Run the session, close it, and return the event with its result.
 
-    If there is a result but the journal couldn't be written to the end, also returns that error.
+    If the search has a result but its journal couldn't be completed, that error is returned too.
     """
     try:
         return _show_progress(session, progress, as_json), None

@@ -62,7 +62,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.query_one("#pick-workload", Ticks).focus()
 
     def result_keys(self) -> list[KeyHint]:
-        """Return the keys that act on the result now, as hints for the result panel."""
+        """Return the keys that the result panel shows: those whose action is possible now."""
         keys = [
             KeyHint("e", "write the plan"),
             KeyHint("g", "train by it here"),

@@ -109,9 +109,9 @@ def field_label(name: str) -> str:
 
 
 def to_form_terms(text: str) -> tuple[str, str]:
-    """Replace options in an error message by form labels; also return the first option's field.
+    """Reword an error message for the form: labels instead of command-line options.
 
-    The field is "" if the message names no option.
+    Also returns the field of the first option in the message, or "" if it names none.
     """
     options = re.findall(r"--([a-z][a-z-]*)", text)
     fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
@@ -444,7 +444,7 @@ class BalanceForm(UsesApp, Vertical):
         self.call_after_refresh(self.redraw)
 
     def _find_wrong(self, text: str, named: str) -> str:
-        """Return the id of the field that an error message is about."""
+        """Return the id of the form field that an error message is about."""
         # Without an option, the model is at fault if the message mentions its file, else the
         # devices.
         # `named` is the field of the option in the message, or ""
@@ -465,7 +465,7 @@ class BalanceForm(UsesApp, Vertical):
     @on(ListPanel.Moved)
     @on(Ticks.Ticked)
     def _chosen(self) -> None:
-        """Show the fields that the chosen model or device needs."""
+        """Show the further fields that a newly chosen model or device needs."""
         focused = self.screen.focused
         if focused is not None and focused.id == "pick-workload":
             self._user_chose_model = True

@@ -55,7 +55,7 @@ class PanelScreen(UsesApp, Screen[None]):
         raise NotImplementedError
 
     def fit_frames(self) -> int:
-        """Hide frames in a small terminal; return the lines that a panel's frame takes: 0 or 2.
+        """Hide panel frames in a small terminal; return the lines that a frame takes, 0 or 2.
 
         Sets the class `-bare` below 100 columns or 30 lines, and `-narrow` below 100 columns.
         """
@@ -256,7 +256,7 @@ class KeysBar(Lines):
         return key, Span(f" {binding.description}", "text", action)
 
     def _fit(self, hints: list[tuple[Span, ...]]) -> list[tuple[Span, ...]]:
-        """Drop hints before the last three until the rest fits."""
+        """Remove key hints until the line fits; the last three always stay."""
         width = self.size.width
         while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:
             del hints[-ALWAYS - 1]
@@ -265,7 +265,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Insert further hints before the last three while there is room."""
+        """Add further key hints, in front of the last three, while there is room."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

@@ -77,7 +77,7 @@ def errors_file(run: str) -> Path | None:
 
 
 def own_frames(text: str) -> str:
-    """Return the traceback lines of the user's own files under a heading, or ""."""
+    """Return the traceback lines from the user's own files, with a heading; "" without any."""
     frames = dict.fromkeys(
         found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1])
     )

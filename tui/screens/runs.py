@@ -104,7 +104,7 @@ class RunsScreen(RunActions, SortedScreen):
         self.watch(self.app, "balance", self._followed, init=False)
 
     async def _followed(self, before: SessionState, state: SessionState) -> None:
-        """Reload the runs when a search begins or ends."""
+        """Reload the list of runs when a search begins or ends."""
         if self.is_current and (before.run, before.ended) != (state.run, state.ended):
             await self.action_reload()
 

@@ -53,7 +53,10 @@ class _Reading:
 
 
 class _Clients:
-    """The server's open connections, limited in number and duration. Thread-safe."""
+    """The server's open connections. Limits how many there are and how long each one lasts.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._since: dict[socket.socket, float] = {}  # monotonic seconds
@@ -383,7 +386,7 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
 
 
 def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
-    """Yield the gradient noise scale of each rank, in rows, with the ends of its interval."""
+    """Yield the gradient noise scale of each rank and the ends of its interval, in rows."""
     # A rank without a noise scale has no samples, and an infinite value is left out.
     for name, field, help_text in _NOISE:
         ends = (

@@ -44,7 +44,7 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
 def energy_cells(
     samples_per_second: float, active_watts: float, idle_watts: float
 ) -> tuple[str, str, str]:
-    """Return cells for samples/J, the watts of active devices and the watts of idle ones.
+    """Return table cells for samples/J, the watts of busy devices, and the watts of idle ones.
 
     All are "-" if the power is unknown (0 watts).
     """

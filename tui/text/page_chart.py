@@ -70,10 +70,10 @@ class _Axes:
 
 
 def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
-    """Return an SVG chart of the devices' curves and, dashed, the fastest layout at each batch.
+    """Return an SVG chart of each device's samples/s by batch size.
 
-    `frontier` has (batch, samples/s, worth) points; the worth is the samples/s in small batches
-    that would learn as much.
+    A dashed line shows the fastest layout at each batch. Its points, `frontier`, are (batch,
+    samples/s, worth); the worth is the samples/s in small batches that would learn as much.
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]

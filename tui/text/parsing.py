@@ -119,7 +119,7 @@ def make_request(
 
 
 def parse_max_slowdown(text: str) -> float:
-    """Return the fraction that "10%" or "0.1" stands for.
+    """Parse a percentage or fraction such as "10%" or "0.1", and return the fraction.
 
     Raises RequestError for other text and for negative numbers.
     """
@@ -224,9 +224,10 @@ def parse_duration(text: str, name: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """Return a device specification for the chosen positions of `devices`, which `spec` names.
+    """Return a `--devices` text for only the chosen ones of the devices that `spec` names.
 
-    Raises RequestError if none is chosen, or for a part of a simulated machine's file.
+    `chosen` are positions in `devices`. Raises RequestError if none is chosen, or for a part of a
+    simulated machine's file.
     """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")

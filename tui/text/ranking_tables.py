@@ -98,9 +98,13 @@ def where(ranked: RankedLayout, labels: Sequence[str]) -> str:
 def against(ranked: RankedLayout, winner: RankedLayout) -> str:
     """Return a layout's gain or loss against the winner, such as "-9.0 % (-9.4 to -8.6)".
 
-    The numbers in parentheses are the 95 % interval. The winner itself is "chosen". In front of the
-    numbers may be "tie", "unclear" (perhaps a tie), "too uncertain" (the faster one is unknown), or
-    "larger batch" (faster, but not chosen because of its batch).
+    The numbers in parentheses are the 95 % interval. For the winner itself, returns "chosen". A
+    remark may come first:
+
+    - "tie": equally fast.
+    - "unclear": perhaps a tie.
+    - "too uncertain": the measurements don't show which one is faster.
+    - "larger batch": faster, but not chosen because of its larger batch.
     """
     if ranked.against is None:
         return "chosen"
@@ -120,7 +124,7 @@ def against(ranked: RankedLayout, winner: RankedLayout) -> str:
 
 
 def packing_tables(report: SearchReport) -> list[Table]:
-    """Return tables of several training runs on one device, one for each way to pack them."""
+    """Return a table for each way to run several training runs side by side on one device."""
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
     packs = report.packings
     return [
@@ -146,7 +150,7 @@ def _pack_row(observation: Observation) -> tuple[str, str, str, str, str]:
 
 
 def scaling_table(report: SearchReport) -> Table:
-    """Return a table of equal shares over 1, 2 and more devices, compared with one device.
+    """Return a table that compares equal shares over 1, 2 and more devices with one device.
 
     It is empty unless equal shares and one device alone were measured.
     """

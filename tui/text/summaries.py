@@ -268,7 +268,7 @@ def verdict_lines(
 
 
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
-    """Return how many probes a search took, for how long, and why it stopped."""
+    """Return the number of probes of a search, its duration, and why it stopped."""
     # The reason is left out if it would contradict the recommendation to measure again.
     failed = found.failed if found is not None else 0
     full = search.out_of_memory
@@ -358,7 +358,10 @@ def _explain_faster_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequen
 
 
 def frontier_table(found: Verdict | None) -> Table:
-    """Return the table of samples/s and learning value by batch; empty without a noise scale."""
+    """Return a table of samples/s by batch, and what they are worth in learning.
+
+    It is empty without a gradient noise scale.
+    """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
     rows = [(str(batch), rate(speed), rate(value)) for batch, speed, value in frontier]
@@ -391,8 +394,8 @@ def _write_alone(solo: Evidence | None) -> str:
 def versus(best: RatedLayout, rated: RatedLayout) -> str:
     """Return the plan's gain over another layout: "+20 %", "tie", or "" if it can't be compared.
 
-    "unclear" stands for a speed that is too uncertain. For the sum of all devices alone, returns
-    the percentage that the plan reaches.
+    Returns "unclear" if the other layout's speed is too uncertain. For the sum of all devices'
+    speeds alone, returns the percentage of it that the plan reaches.
     """
     gain = rated.gain_of(best)
     if gain is None:
@@ -436,7 +439,7 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the text after a speed that isn't the plan's gain."""
+    """Return remarks about a compared layout's speed, without the plan's gain over it."""
     # For the sum of solo throughputs, the note is the fraction of the sum that the plan reaches.
     # For other rivals, it is why no gain is known.
     if rival.gain_of(own) is None or rival.kind == "sum":
@@ -449,7 +452,7 @@ def _write_earlier(rival: RatedLayout) -> str:
 
 
 def _write_rate(interval: Interval) -> str:
-    """Return samples/s, with the error if it is large."""
+    """Return samples/s, with plus or minus the error if that is large."""
     if not is_rough(interval):
         return f"{rate(interval.value)} samples/s"
     error = half_width(interval.value, interval.low, interval.high)

@@ -73,7 +73,7 @@ class AlertWatch:
 
     @property
     def reported(self) -> frozenset[str]:
-        """The devices and training runs, by key or id, with a reported problem that lasts."""
+        """The device keys and training run ids whose reported problem still lasts."""
         return frozenset(about for _, about in self._reported)
 
 
@@ -130,7 +130,7 @@ def _is_silent(report: Training, now: float) -> bool:
 
 
 def _part_of_plan(reports: Sequence[Training]) -> float | None:
-    """Return the fraction of the plan's samples/s that the ranks reach, or None if unknown."""
+    """Return the ranks' samples/s as a fraction of the plan's samples/s, or None if unknown."""
     plan = max(report.plan_samples_per_second for report in reports)
     ranks = {report.rank for report in reports}
     world = max(1, *(report.world for report in reports))

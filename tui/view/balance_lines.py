@@ -49,7 +49,7 @@ MOST_ROWS = 6  # most lines of the layout, enough to show it whole for many devi
 
 
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Draw the shares of the best layout so far, and those of the split that is being measured."""
+    """Draw the shares of the best layout so far, and of the split being measured now."""
     chosen = chosen_layout(state)
     if _measures_alone(state):
         return (*text_lines(_solo_progress(state), width, 3, "dim"),)
@@ -87,7 +87,7 @@ def _measures_alone(state: SessionState) -> bool:
 
 
 def _solo_progress(state: SessionState) -> str:
-    """Describe how many batch sizes were measured on single devices."""
+    """Describe the progress while devices are measured alone, in batch sizes so far."""
     sizes = [each.probe.layout.global_batch for each in timed(state)]
     measured = f" {len(set(sizes))} batch sizes so far." if sizes else ""
     return f"No split was measured yet: each device is measured alone first.{measured}"
@@ -108,7 +108,7 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 
 
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
-    """Return the legend of the bar: each device with its rows and percentage.
+    """Return the legend of the shares' bar: each device with its rows and their percentage.
 
     Above 8 devices, percentages are left out, and idle devices are only counted.
     """
@@ -180,7 +180,7 @@ def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
 
 
 def write_fastest(state: SessionState) -> str:
-    """Explain why a measurement was faster than the best layout's mean; "" if none was."""
+    """Explain why one measurement was faster than the best layout's mean; "" if none was."""
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
     whole = [each for each in timed(state) if not each.probe.layout.length]
@@ -235,9 +235,9 @@ def _rival_line(
 
 
 def write_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
-    """Return the gain of the best layout with its basis: "plan +20 %", or "turns +3 %".
+    """Return the gain of the best layout over another one, such as "plan +20 %" or "turns +3 %".
 
-    "turns" marks layouts that were measured alternately.
+    "plan" or "best" names the faster layout; "turns" says that both were measured alternately.
     """
     gain = versus(best, rated)
     if not gain.startswith(("+", "-")):

@@ -16,7 +16,7 @@ from ..text.formatting import NO_BREAK, unbroken
 
 
 class Mark:
-    """The characters with a special meaning on the screens."""
+    """The special characters of bars, graphs and tables."""
 
     FULL, HALF, TRACK = "━╸─"  # of a bar: a filled cell, half a filled cell, an empty cell
     LEVELS = " ▁▂▃▄▅▆▇█"  # a cell of a graph, from empty to filled
@@ -63,7 +63,7 @@ _SIMILAR: dict[int, int | str] = {
 
 
 def to_ascii(text: str) -> str:
-    """Replace all other characters by similar ASCII ones of the same width."""
+    """Replace characters outside ASCII by similar ASCII ones of the same width."""
     for sign in ("± ", "±\u00a0", " ±"):  # two cells before and after
         text = text.replace(sign, "+-")
     text = text.translate(_SIMILAR)

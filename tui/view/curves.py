@@ -54,7 +54,7 @@ def _make_series(
     group: Sequence[ChartedCurve],
     measured: dict[tuple[int, int, float], tuple[int, Timed]],
 ) -> Series:
-    """Return the measured points and the predicted curve of devices that share one."""
+    """Return the points and predicted curve to draw for devices that are equally fast."""
     first = group[0]
     # the cursor shows `measured` at each point
     points = [

@@ -189,7 +189,7 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
 
 
 def _reports(*fields: str) -> Callable[[PanelRow], bool]:
-    """Return a predicate: does a row's device support any of these metrics?"""
+    """Return a function that tells whether any device of a row supports one of these metrics."""
     # A column with these fields is shown only if the predicate is True for some row.
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED
@@ -259,7 +259,7 @@ _REASON_LETTERS = {
 
 
 def reason_letters(reasons: Sequence[str], room: int) -> str:
-    """Return the first letters of throttling reasons, as the help explains them."""
+    """Abbreviate throttling reasons to one letter each; the help explains the letters."""
     letters = []
     for reason in reasons:
         word = next((word for word in _REASON_LETTERS if word in reason.lower()), "")
@@ -298,7 +298,7 @@ def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw compute time as a percentage of compute and waiting, with a bar if there is room."""
+    """Draw the percentage of compute time in compute plus waiting, with a bar if there is room."""
     if row.work is None:
         return (Span(Mark.NONE, "dim"),)
     own, waiting = row.work

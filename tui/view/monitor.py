@@ -181,7 +181,7 @@ def _reading(
 
 
 def _limited(text: Callable[[float], str], whole: Reading) -> Callable[[float], str]:
-    """Return a format that adds the limit to a value, such as "40 GiB of 140 GiB"."""
+    """Return a format function that adds the maximum to a value, as in "40 GiB of 140 GiB"."""
     return lambda number: f"{text(number)} of {text(whole.value)}" if whole.value else text(number)
 
 
@@ -340,7 +340,7 @@ def _text(
 
 
 def _draw_busy(row: ProcessRow, width: int) -> tuple[Span, ...]:
-    """Draw how busy the process keeps the device, as a bar."""
+    """Draw a bar of the process's share of the device's multiprocessor time."""
     busy = row.sample.sm_percent.current
     return () if busy is None else bar(busy / 100, width)
 
@@ -412,7 +412,7 @@ def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tup
 
 
 def _as_old(sample: ProcessSample) -> ProcessSample:
-    """Mark the values of an ended process as stale."""
+    """Return an ended process's sample with its readings marked as stale."""
     fields = ("memory_bytes", "sm_percent", "cpu_percent", "samples_per_second")
     known = {
         field: reading for field in fields if (reading := getattr(sample, field)).value is not None

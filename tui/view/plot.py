@@ -128,7 +128,7 @@ class Chart(NamedTuple):
         return tuple(sorted({point.x for one in self.series for point in one.points}))
 
     def read_out(self) -> tuple[tuple[Series, PlotPoint], ...]:
-        """Return the points at the cursor, with their series."""
+        """Return the points at the cursor, each with its series."""
         return tuple(
             (one, point) for one in self.series for point in one.points if point.x == self.cursor
         )
@@ -344,12 +344,12 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """Return the stop whose column is nearest to `column`, or None without stops."""
+    """Return the value of `stops` drawn nearest to `column`, or None if there are none."""
     return min(stops, key=lambda stop: abs(frame.column(stop) - column), default=None)
 
 
 def read_out_line(chart: Chart, width: int) -> Line:
-    """Return the values at the cursor, or a hint how to read them."""
+    """Return the values at the cursor as a line, or a hint how to move the cursor."""
     found = chart.read_out()
     if not found:
         hint = "← → read the points" if chart.stops() else ""

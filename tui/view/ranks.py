@@ -139,13 +139,13 @@ def place_ranks(
 def measure_on_device(
     place: RankOnDevice, rows: Sequence[RankRow], report: Training
 ) -> MeasuredRank:
-    """Return the measurements of a rank on a device for the analysis of its steps."""
+    """Return a rank's measurements on one device, as the analysis of its steps needs them."""
     row, name = place.row, _name_rank(place.row, rows)
     return measure_rank(report, place.live, name, row.recent, row.micro, report.starved)
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """Return for how many seconds a rank's report is overdue; 0 while it is at most a bit late."""
+    """Return for how many seconds a rank's report is overdue; 0 if it is only slightly late."""
     late_s = report.late_seconds(at_seconds)
     return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
 
@@ -195,7 +195,7 @@ def find_causes(
 
 
 def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
-    """Return the name of a rank in sentences: its device if it is the only rank there."""
+    """Return the name of a rank for messages: its device, or "Rank 3" if several ranks share it."""
     if row.device and sum(other.device == row.device for other in rows) == 1:
         return row.device
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
@@ -218,7 +218,7 @@ def _find_silent_causes(rows: Sequence[RankRow], missing: int) -> Iterator[Cause
 
 
 def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
-    """Return the silent ranks that hold the others up."""
+    """Return the silent ranks that the other ranks wait for."""
     # They are the ranks that have stopped or, without any, those with the least progress in the
     # step.
     stopped = [row for row in silent if not row.doing]
@@ -229,7 +229,7 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
-    """Return whether all of several ranks are silent in the same part of a step."""
+    """Return whether all ranks, at least two, are silent in the same part of a step."""
     # A rank that isn't in `holding` has made more progress. A single rank isn't waited for.
     at = {row.doing for row in rows}
     return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
@@ -256,7 +256,7 @@ def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cau
 
 
 def _describe_silence(row: RankRow) -> str:
-    """Describe where in a step a rank is silent, and for how long."""
+    """Describe which part of a step a silent rank is in, and for how long."""
     perhaps = ", perhaps in an evaluation or a checkpoint" if row.doing == "between steps" else ""
     return f"{DOING[row.doing]} for {duration(row.silent_s)}{perhaps}"
 

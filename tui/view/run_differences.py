@@ -20,7 +20,7 @@ MOST_CELLS = 44  # most cells of a value, so that compared values are close toge
 
 
 class ComparedFact(NamedTuple):
-    """A property of two runs, and how it changed."""
+    """A property of two runs, such as their workload, and how it changed."""
 
     name: str
     before: str
@@ -30,7 +30,7 @@ class ComparedFact(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether the two runs differ in it."""
+        """Whether the property has different values in the two runs."""
         return self.before != self.after
 
 

@@ -128,7 +128,7 @@ def has_failed(summary: RunSummary) -> bool:
 
 
 def _end_state(run: StoredRun) -> SessionState:
-    """Return the search state at the end of a run, without its measurements."""
+    """Return the state of the search at the end of a run, but without measurements."""
     state = first_state(run.header.devices, run.header.workload, run.header.run)
     return msgspec.structs.replace(state, finished=run.end, ended=True)
 

@@ -82,7 +82,7 @@ def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _monitor_column(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
-    """Make a column that shows a metric as the Monitor screen does."""
+    """Make a column that shows a metric just as the Monitor screen's table does."""
 
     def draw(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
         return (
@@ -130,7 +130,7 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw the highest samples/s that the device reached alone, and its rows then."""
+    """Draw the device's highest samples/s alone, and the rows per step that gave it."""
     # If there is room, a bar precedes them; a full bar is the throughput of the fastest device.
     spans = _alone_spans(row.state, row.device)
     if span_cells(spans) > width:
@@ -148,7 +148,7 @@ def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
-    """Return the highest samples/s of a device alone, and its rows then."""
+    """Return a device's highest samples/s alone, and the rows per step that gave it."""
     solo = best_solo(state, device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)

@@ -67,7 +67,7 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """Return the warnings about a measurement, else its gain over an earlier one, or ""."""
+    """Return what to remark about a measurement: its warnings, or else its gain; "" for nothing."""
     if not isinstance(seen, Timed):
         return ""
     doubts = ", ".join(list_doubts(seen))

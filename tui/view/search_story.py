@@ -32,7 +32,7 @@ BETWEEN_CELLS = 3  # cells of the line from one phase to the next
 
 
 def phase_of(stage: Stage) -> Phase:
-    """Return the part of a search to which a stage belongs: alone, split, race or check."""
+    """Return the phase of the search to which a probe's stage belongs."""
     return _PHASE_OF[stage]
 
 
@@ -57,7 +57,7 @@ class BestPoint(NamedTuple):
 
 
 def best_over_time(state: SessionState) -> tuple[BestPoint, ...]:
-    """Return each measurement that was faster than all before it."""
+    """Return the measurements that were the fastest so far when they ended, in their order."""
     found: list[BestPoint] = []
     for entry in state.seen:
         seen = entry.seen
@@ -129,7 +129,7 @@ def _running_text(state: SessionState) -> str:
 
 
 def _phase_line(state: SessionState, width: int) -> Line:
-    """Draw the parts of the search (alone, split, race, check) and the remaining time."""
+    """Draw the four phases of the search (alone, split, race, check) and the remaining time."""
     now, marks = current_phase(state), _phase_marks(state)
     spans: list[Span] = [Span(" ")]
     for phase, (mark, tone) in marks.items():

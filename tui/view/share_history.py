@@ -70,7 +70,7 @@ def _number_changes(ends: Sequence[int], room: int) -> str:
 def _cell_of_change(
     change: ShareChange, every: Sequence[ShareChange], at_seconds: float, room: int
 ) -> int:
-    """Return the cell of a change on the time axis."""
+    """Return the cell at which a change is drawn on the time axis, which ends now."""
     # the axis ends now, at `at_seconds`
     first = every[0].at
     whole = max(at_seconds - first, 1e-9) / (1 - MARGIN)

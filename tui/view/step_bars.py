@@ -72,7 +72,7 @@ def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tupl
 
 
 def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list[int]:
-    """Return how many cells each part takes."""
+    """Return how many cells of the bar each part of a step takes."""
     counts, so_far_s, drawn = [], 0.0, 0
     for part_s in seconds:
         so_far_s += part_s
@@ -87,7 +87,7 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
 
 
 def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
-    """Give a part one cell, if needed at the cost of the widest part."""
+    """Give a part of the bar one cell; if the bar is full, take it from the widest part."""
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
     counts[place] += 1
@@ -120,7 +120,7 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
 
 
 def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
-    """Return the last steps to draw for each rank, and words that say which they are."""
+    """Return the last steps to draw for each rank, and a caption such as "steps 90 to 96"."""
     # These are the same steps for all ranks if the reports have enough in common. Otherwise they
     # are each rank's own last steps.
     first = max(row.last_steps[0].number for row in lanes)

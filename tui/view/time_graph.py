@@ -49,12 +49,12 @@ class TickWindow(NamedTuple):
 
     @property
     def last_cell(self) -> int:
-        """The cell of the newest reading, counted from the first reading ever."""
+        """The cell of the newest reading, counted from the first reading since the start."""
         return max(0, self.ticks * self.stretch // self.per_dot - 1) // 2
 
     @property
     def first_cell(self) -> int:
-        """The cell at the left edge, counted from the first reading ever.
+        """The cell at the left edge, counted from the first reading since the start.
 
         It is negative as long as the history doesn't fill the graph.
         """
@@ -62,14 +62,14 @@ class TickWindow(NamedTuple):
 
     @property
     def newest(self) -> int:
-        """The number of readings that the graph needs, counted from the newest."""
+        """The number of newest readings that the graph needs."""
         if self.stretch > 1:
             return self.ticks
         return self.ticks - self.first_cell * 2 * self.per_dot
 
     @property
     def ticks_per_cell(self) -> float:
-        """How many readings a cell stands for."""
+        """The number of readings that one cell stands for."""
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
@@ -95,7 +95,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def nearest_span(seconds: float) -> float:
-    """Return the selectable time span nearest to `seconds`."""
+    """Return the time span nearest to `seconds` among those that the user can choose."""
     return min(SPANS, key=lambda span: abs(span - seconds))
 
 
@@ -105,7 +105,7 @@ def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> i
 
 
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
-    """Enlarge a short history, so that it fills more of the graph.
+    """Choose the scale of a graph so that a short history fills more of it.
 
     Returns the readings per column of dots, and the columns of dots per reading.
     """

@@ -81,7 +81,7 @@ class GraphPlan(NamedTuple):
     label: int = LABEL_CELLS
 
     def cell_at(self, x: int) -> int | None:
-        """Return the position within a graph of the screen column `x`, or None between graphs."""
+        """Return which cell of a graph is at the screen column `x`, or None between graphs."""
         each = GUTTER_CELLS + self.graph + 1
         within = (x - self.label) % each - GUTTER_CELLS
         inside = self.label <= x < self.label + each * len(self.metrics)

@@ -47,7 +47,7 @@ class Graph(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Stored readings, and which of them the graphs show."""
+    """Stored readings, and the time window of them that the graphs show."""
 
     past: PastTicks
     window: TickWindow
@@ -111,7 +111,7 @@ def _most_columns(width: int, most: int, ticks: float) -> int:
 
 
 def _least_columns(count: int, most: int, height: int) -> int:
-    """Return the smallest number of columns in which the graphs are high enough."""
+    """Return the smallest number of columns at which each graph is still high enough."""
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:
             return columns
@@ -216,7 +216,7 @@ def _caption(graph: Graph, width: int) -> tuple[Span, ...]:
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Draw a line through the empty cells of a row."""
+    """Draw a horizontal line through the empty cells of a row, such as the plan's samples/s."""
     spans = []
     for sign in text:
         free = sign in " \u2800"

@@ -204,7 +204,7 @@ def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _write_part(seconds: float) -> str:
-    """Format the time of a part of a step."""
+    """Format a duration within a step; very short ones as "0 ms"."""
     return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
 
 
@@ -302,7 +302,7 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Describe the causes that were ruled out if none was found."""
+    """If no cause was found, describe how small the usual ones are."""
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training reports no parts of its steps."
@@ -322,7 +322,7 @@ def _list_excluded_causes(row: TrainingRow) -> str:
 
 
 def _describe_faster_shares(row: TrainingRow) -> Iterator[str]:
-    """Yield faster shares, their expected gain, and whether the run will adopt them."""
+    """Yield which shares would be faster, the expected gain, and whether the run will use them."""
     # For an ended training, yield why it didn't adopt them. If the current shares are the fastest,
     # yield nothing.
     if row.advice is None:

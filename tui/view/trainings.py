@@ -171,7 +171,7 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """Name a high CPU load as the cause if the run is slower than planned without another cause."""
+    """Add a high CPU load as a cause if the run is slower than planned for no other known cause."""
     # A high load only suggests that the training's threads wait for cores. It is used because not
     # every kernel reports how long threads wait.
     late = 0 < row.of_plan < AS_PLANNED
@@ -208,7 +208,7 @@ def _largest_value(reports: Sequence[Training], name: str) -> Any:
 
 
 def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> TrainingAnalysis:
-    """Find the limits of the training run's steps."""
+    """Analyse the steps of a training run's ranks, to find the limits of its speed."""
     rows = [place.row for _, place in placed]
     reporting = [
         measure_on_device(place, rows, report) for report, place in placed if not place.row.silent_s
