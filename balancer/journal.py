@@ -158,9 +158,9 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """How the search ended: with a plan or with an error.
+        """How the search ended last: with a plan or with an error.
 
-        None if it was interrupted, or if it was resumed and hasn't ended since.
+        None if it was killed before its end, or if it was resumed and hasn't ended since.
         """
         last = next(
             (

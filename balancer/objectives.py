@@ -30,8 +30,7 @@ class Objective(msgspec.Struct, frozen=True):
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
         """Return the metric of a layout.
 
-        `turns` are the repeated measurements of the layout, and `samples_per_second` is their mean
-        throughput.
+        `samples_per_second` is the layout's throughput, and `turns` are its repeated measurements.
         """
         return samples_per_second
 

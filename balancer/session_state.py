@@ -292,7 +292,7 @@ def _rank_split(evidence: Evidence) -> tuple[bool, float]:
 
 
 def find_single(plan: Plan) -> Evidence | None:
-    """Return the fastest layout with a single device, other than the plan's own layout, or None."""
+    """Return the best measurement of one device alone, other than the plan's own, or None."""
     compared = [evidence for evidence in plan.evidence if evidence.kind == "best_device"]
     compared = _without_own_device(plan, compared)
     # plans of older versions have no such evidence if no single device took part in the race

@@ -113,13 +113,13 @@ class StepRecord:
 
     @property
     def first(self) -> ShareTimes | None:
-        """This rank's times with the shares at the start of the run, or None before any step."""
+        """This rank's times with the first shares that had enough steps; None before any step."""
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
 
     @property
     def last(self) -> ShareTimes | None:
-        """This rank's times with the current shares, or None before any step."""
+        """This rank's times with the last shares that had enough steps; None before any step."""
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
 

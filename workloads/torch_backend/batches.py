@@ -283,7 +283,7 @@ class Batches:
         return next(self._steps) if self._kept is None else self._kept
 
     def keep(self, kept: bool) -> bool:
-        """Return one batch again and again from now on (`kept`), or draw new ones again.
+        """Let `take` return one batch again and again (`kept`), or new batches again.
 
         Returns False if that isn't possible, because the tokens of each batch are counted.
         """
