@@ -38,10 +38,10 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record, before the backward pass, whether the loss is 0 where it usually isn't.
+        """Record, before a backward pass, if the loss is 0.
 
-        `made_of` identifies the operations that computed the loss. Operations that have once given
-        another loss than 0 aren't checked again.
+        `made_of` identifies the operations that computed it. Once they have given a loss other than
+        0, they aren't checked again.
         """
         # Reading a loss makes the host wait for the device. So operations whose loss was once other
         # than 0 aren't checked again.
@@ -58,10 +58,10 @@ class LeftOutBatches:
         return bool(self._usual)
 
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
-        """Begin a step; return an earlier one that only some ranks skipped, with these ranks.
+        """Begin a step; return an earlier step that only some ranks skipped, and these ranks.
 
-        The result is None if there is none. Ranks without rows don't count. All ranks have to call
-        this for the same steps; each gets the same result.
+        The result is None if there was none. Ranks without rows don't count. All ranks have to call
+        this for the same steps, and get the same result.
         """
         if self._learns is False:
             self._left.append(step - 1)

@@ -58,9 +58,9 @@ class Members:
         self._registered = 0  # buffers and modules that the model has registered
 
     def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
-        """Note that `parent` has registered a parameter, buffer or submodule.
+        """Called when a module, `parent`, registers a parameter, buffer or submodule.
 
-        It counts only if `parent` is a module of the model.
+        The cached lists are dropped if `parent` belongs to the model.
         """
         if id(parent) not in self._modules:
             return

@@ -172,7 +172,10 @@ class PlannedTraining:
         return LengthSampler(rows, chosen, self.rank, lengths=lengths, assigner=assigner, **options)
 
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Let shares change in a sampler's batches; `ahead` is how many are drawn ahead at most."""
+        """Let shares change during a loop over a sampler.
+
+        Its loader draws at most `ahead` batches before the training loop uses them.
+        """
         sampler.changes |= self.rebalancing is not None or self.begins_even
         self._samplers.add(sampler)
         self.ahead = max(self.ahead, ahead)
@@ -195,7 +198,7 @@ class PlannedTraining:
 
     @property
     def _compares_data(self) -> bool:
-        """Whether it still has to be checked that all ranks have the same data sets."""
+        """Whether the ranks still have to compare their data sets."""
         # `evener run` (follows_launcher) compares data sets in its own way
         return self._data is not None and self.world > 1 and not self.audits.follows_launcher
 
@@ -319,7 +322,7 @@ class PlannedTraining:
         self.weights.watch_forward(model, self.device)
 
     def check_whole(self) -> None:
-        """Raise a RequestError if the plan shards the model."""
+        """Raise a RequestError if the plan shards the model, which the caller doesn't support."""
         if self.ranks.is_sharded:
             raise RequestError(
                 "The plan has each device hold a part of the model, which doesn't fit as a whole.",
@@ -350,10 +353,10 @@ class PlannedTraining:
                 listener(self.timer.sizes)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report a finished step to the monitor; a Split's loader does so itself.
+        """Report a finished step to the monitor; the loader of a Split does this itself.
 
-        `rows` are this rank's rows, by default of the current batch. `tokens` are its tokens
-        without and with padding; zeros mean unknown.
+        `rows` is the number of rows that this rank computed, by default those of the current batch.
+        `tokens` are its token counts without and with padding; zeros mean unknown.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 

@@ -75,9 +75,9 @@ class Rebalancing:
         self._fewest = FEWEST_WINDOWS
 
     def describe_pending(self) -> PendingShares | None:
-        """Return how many measurement windows are done, and how many a change of shares needs.
+        """Return how many measurement windows are done, and how many a change of shares takes.
 
-        The result is None if compute time doesn't limit the steps.
+        The result is None if something other than compute time limits the steps.
         """
         if self._rule is None:
             return PendingShares(0, FEWEST_WINDOWS)
@@ -121,7 +121,7 @@ class Rebalancing:
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the shares from a checkpoint, unless it was made with another plan."""
+        """Restore the shares of a checkpoint, unless it was made under another plan."""
         if tuple(state["planned"]) == self._planned.batches:
             self._rule = self._exchange = None
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
@@ -160,7 +160,7 @@ class Rebalancing:
         )
 
     def _rows_that_fit(self) -> int:
-        """Estimate this rank's largest share, in rows, that fits in memory; 0 if unknown."""
+        """Estimate the largest share, in rows, for which this rank has memory; 0 if unknown."""
         # More memory is left free if rows differ in length, which makes running out of memory
         # likelier, and if the loop computes a batch at once, because that pass can't be repeated in
         # smaller ones.
@@ -173,7 +173,7 @@ class Rebalancing:
         return rows * passes
 
     def _rows_of_several_passes(self) -> int:
-        """Estimate the largest micro-batch, in rows, if this rank uses several per step."""
+        """Estimate the largest micro-batch in rows if a step takes several; 0 if unknown."""
         # The result is 0 if it is unknown, or if the share can't be divided into more passes.
         # Memory must then also hold the gradients of earlier passes.
         if not self._divides or self._training.passes.recovery.uses_collectives:
@@ -187,7 +187,7 @@ class Rebalancing:
 
     @property
     def _divides(self) -> bool:
-        """Whether a rank may divide its share into more passes than now."""
+        """Whether ranks may divide their shares into more passes than now."""
         return not self.passes and not self._training.weights.computes_at_once
 
     def _begin_exchange(self, metrics: RankTimes) -> tuple[Any, torch.Tensor]:
@@ -242,7 +242,7 @@ class Rebalancing:
                 break
 
     def _adapt_timing(self, step_s: float, bottleneck: str) -> None:
-        """Set the number of steps in a measurement window, and whether all of them are timed."""
+        """Adapt the length of measurement windows, and how many steps are timed, to the steps."""
         steps = WINDOW_SECONDS / max(step_s, 1e-6)
         self._window_steps = int(min(max(FEWEST_STEPS, steps), MOST_STEPS))
         if not self._training.weights.are_averaged:

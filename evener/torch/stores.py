@@ -68,7 +68,7 @@ def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[A
 
 
 def _release_other_ranks() -> None:
-    """Let the launcher start the other ranks, which wait for rank 0 to set up its process group."""
+    """Let the launcher start the other ranks, now that rank 0 sets up its process group."""
     # An elastic agent (torchrun) that the program started itself doesn't release them. The agent
     # may use the same address.
     frame = inspect.currentframe()
@@ -81,7 +81,7 @@ def _release_other_ranks() -> None:
 
 
 def _read_address(url: str) -> str:
-    """Return the host and port of a rendezvous."""
+    """Return the "host:port" at which ranks meet, from a rendezvous URL."""
     # for env://, it is in environment variables
     if urlsplit(url).scheme == "env":
         return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -60,7 +60,7 @@ class Signs:
         return self._pools[key][:count]
 
     def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
-        """Return how gradients of these sizes form one matrix with rows of `width` values."""
+        """Return how to arrange gradients of these sizes in a matrix of `width` columns."""
         key = sizes, width, like.device, like.dtype
         if key not in self._layouts:
             if len(self._layouts) >= MOST_LAYOUTS:

@@ -179,9 +179,9 @@ class TimedStep(NamedTuple):
 
 
 class _CpuTimes:
-    """CPU seconds used in a batch's compute time, by the loop's thread and by the whole process.
+    """CPU seconds of a batch's compute time: of the loop's thread, and of the whole process.
 
-    They are NaN until known.
+    They are NaN as long as they aren't known.
     """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
@@ -227,7 +227,7 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """Counts of the batches since the last timed one, which have no time stamps."""
+    """Counts and times of the batches since the last timed one, which have no time stamps."""
 
     # Only the time for files and validation is measured for these batches, by the host.
 
@@ -347,7 +347,7 @@ class StepTimer:
         self._behind = math.nan
 
     def time_all(self) -> None:
-        """Time every batch from now on, not only some of them."""
+        """Time every batch from now on."""
         self._choice, self._choose_at = None, 0
 
     def time_fewer(self, rate: TimedRate) -> None:
@@ -356,14 +356,14 @@ class StepTimer:
         self._choose_at = 0
 
     def time_few(self) -> None:
-        """Time only few batches, because the host limits the speed and timing takes host time."""
+        """Time only a few batches from now on, because timing slows down a host that is busy."""
         if self._choice is None:
             most = IF_HOST_LIMITS.most_stride
             self._choice = TimedBatches(IF_HOST_LIMITS, first_stride=most)
             self._choose_at = 0
 
     def disturb(self) -> None:
-        """Leave the current step out of statistics, for example because its loss is audited."""
+        """Leave the current step out of statistics, for example because an audit slows it down."""
         self._disturbed = True
 
     def _enter(self, doing: Phase, *after: Phase) -> None:
@@ -375,7 +375,7 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """Count the time since the last step as writing files, if files were written in it."""
+        """If files were written since the last step, count the time since then as writing files."""
         # `marks` has the phases so far, and the time at which each began. If the last phase is the
         # one between two steps, it is changed in place. Bytes are counted only if the phase is long
         # enough to matter, because counting takes microseconds. So the count may include bytes of
@@ -384,7 +384,7 @@ class StepTimer:
             marks[-1] = (FILES, marks[-1][1])
 
     def _begin_between(self) -> None:
-        """Record on the host that the time between two steps begins."""
+        """Store on the host when the time between two steps begins."""
         self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def _has_written(self) -> bool:
@@ -393,10 +393,7 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """Count the time after a batch as writing files, if files were written in it.
-
-        This is for batches whose phases aren't timed.
-        """
+        """Count the time after an untimed batch as writing files, if files were written."""
         # The whole time between the batches then counts as file time.
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
@@ -467,7 +464,7 @@ class StepTimer:
         return bool(self._clock.is_captured())
 
     def note_pass_alone(self) -> None:
-        """Record the end of a backward pass that ends without an all-reduce."""
+        """Record the end of a backward pass without an all-reduce, as under `no_sync`."""
         # The timer also records whether the GPU is behind its host.
         if not self._timed:
             self._doing = BETWEEN
@@ -609,17 +606,17 @@ class StepTimer:
         self._enter(OWN, SUM)
 
     def now(self) -> tuple[int, Doing]:
-        """Return the number of the current batch, and what the rank is doing."""
+        """Return the number of the current batch, and the rank's current activity."""
         doing = self._marks[-1][0] if self._marks else self._doing
         if doing is None:
             return self._batches, BETWEEN if self._asked is None else INPUT
         return self._batches, _SHOWN.get(doing, BETWEEN)
 
     def finish(self) -> bool:
-        """End the current batch, when the loop requests the next one.
+        """End the current batch, because the loop requests the next one.
 
-        Return whether its gradients were computed. A second call before the next batch begins
-        returns False.
+        Return whether its gradients were computed; a second call before the next batch returns
+        False.
         """
         counts = self._computed or self._applied
         if self._doing is not None:
@@ -645,7 +642,7 @@ class StepTimer:
 
     @property
     def has_trained(self) -> bool:
-        """Whether the newest batch has computed gradients or updated weights."""
+        """Whether the newest batch has led to gradients or to an update of weights."""
         return self._computed or self._applied
 
     def start_loop(self) -> None:
@@ -768,7 +765,10 @@ class StepTimer:
         )
 
     def behind_part(self) -> float:
-        """Return the fraction of steps in which the GPU didn't wait for the host; -1 if unknown."""
+        """Return the fraction of steps in which the GPU never waited for the host.
+
+        The result is -1 if that is unknown.
+        """
         known = [step.behind for step in self.last() if not math.isnan(step.behind)]
         return sum(known) / len(known) if known else -1.0
 
@@ -882,7 +882,7 @@ def _add_up_between(phase_seconds: Mapping[Phase, float]) -> float:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return a step's time stamps that no other step needs, for reuse."""
+    """Return a step's time stamps that no other step uses, so that they can be recorded again."""
     # Two phases may begin at the same mark, which is returned once. The next step may use the last
     # mark.
     marks = [] if marked.asked is None else [marked.asked]
@@ -919,9 +919,9 @@ def _total_phases(
 
 
 def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> None:
-    """Count the estimated time of a validation's last batch as validation.
+    """Move the estimated time of a validation's last batch from BETWEEN to VALIDATION.
 
-    Nothing marks the end of that batch, so it was counted as time between steps.
+    Nothing marks when that batch ends, so its time was counted as time between steps.
     """
     # `spans` has the durations of phases, and is changed. `rest_s` is the time since the last batch
     # began, which so far counts as time between steps. `batches` is the validation's number of
@@ -938,12 +938,12 @@ def _last_batch_seconds(others_s: float, batches: int) -> float:
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
-    """Return whether the last event of the step was the end of an all-reduce of gradients."""
+    """Return whether the last phase of a step began when its all-reduce ended."""
     return len(marks) > 1 and marks[-1][0] == BETWEEN and marks[-2][0] == SUM
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's seconds for input, computing, waiting for other ranks, and the rest."""
+    """Return a step's seconds for input, for computing, waiting for ranks, and between steps."""
     # These are the wait for the batch, the compute time (own work), the wait for other ranks, and
     # the time between steps. `sums` has the step's times in the order of StepSums' fields. If ranks
     # wait for each other within a pass, that counts as compute time.

@@ -108,7 +108,7 @@ class PeerWatcher:
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Write this rank's exit note, and wait a few seconds until the other ranks end too."""
+        """Write this rank's exit note, and wait a few seconds for the other ranks to end, too."""
         if self._over.is_set():
             return
         computed = self._wait_for_gpu()
@@ -169,7 +169,7 @@ class PeerWatcher:
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
-        """Return a sentence about one of the ranks that have ended, if possible one that failed."""
+        """Return a sentence about one of the ranks that have ended, preferably a failed one."""
         # preferably one with an error, then one without an error, then one without a note
         rank = min(
             self.notes,
@@ -205,7 +205,7 @@ class PeerWatcher:
                 self._exit()
 
     def _is_stuck(self, leaves: bool) -> bool:
-        """Return whether this rank is waiting in a collective for a rank that has ended."""
+        """Return whether this rank waits in a collective that a rank that has ended won't join."""
         # This is checked after WAIT_SECONDS. `leaves` is True while this rank leaves its process
         # group; NCCL then waits for all ranks.
         notes = list(self.notes.values())
@@ -267,7 +267,7 @@ def leave_group() -> None:
 
 
 class _ExitActions:
-    """What this process does when it exits."""
+    """What to do when this process exits: leave the process group, and print advice on errors."""
 
     leaves = False  # True if it leaves the process group
     # a method of the newest training run

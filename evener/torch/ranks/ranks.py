@@ -69,7 +69,7 @@ def find_process_rank() -> ProcessRank:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """Raise PlanError if one of the named environment variables is missing for `world` ranks."""
+    """Raise PlanError if an environment variable that several processes need is missing."""
     # A single process needs none. The variables are needed for the rendezvous of `world` processes.
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
@@ -198,9 +198,9 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
 def exchange_values(
     store: Any, prefix: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
-    """Send a value to all ranks through a store, and return all values in rank order.
+    """Send a value to all ranks through a key-value store, and return all values in rank order.
 
-    With `seconds`, the result is empty on all ranks if a value is missing after this time.
+    If `seconds` isn't 0, it is a timeout: unless all values arrive in time, every rank gets [].
     """
     keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -245,7 +245,7 @@ def join(device: Any, backend: str | None) -> None:
 
 
 def _place_group(number: int) -> dict[str, Any]:
-    """Return arguments for `init_process_group`, with separate store keys for each group."""
+    """Return arguments for `init_process_group` that give each later group its own store keys."""
     # `number` is the number of groups that this process created before. For the first group, the
     # result is empty: PyTorch reads torchrun's environment variables. Under torchrun, a second
     # training run in a process uses the store in which the first group has left its ranks'
@@ -485,7 +485,7 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the GPUs that any rank can use, to compare with the plan; None for plans on CPUs."""
+    """Return the GPUs that any rank can use, to compare with the plan; None for a CPU plan."""
     # They are compared with the plan's devices. Without any such GPU, the result has "the CPU".
     if all(map(is_cpu, active)):
         return None

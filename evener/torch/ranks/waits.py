@@ -33,7 +33,7 @@ def _is_current(stream: Any) -> bool:
 
 
 def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
-    """Replace a method of the class `kind` by one that times its waits."""
+    """Replace a method of a class, so that timers count each of its calls as waiting."""
     # `kind` is the method's class. `counts` returns False for an object whose waits aren't timed;
     # None times all. The method is replaced by one that notifies timers when it begins and ends.
     # `counts` is called with the method's object.

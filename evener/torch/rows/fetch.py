@@ -65,7 +65,7 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 
 
 class Fetch:
-    """Iterable over the collated batches that `sampler` selects from `dataset`.
+    """Iterable that fetches and collates the batches whose row indices `sampler` yields.
 
     Arguments:
 
@@ -103,7 +103,7 @@ class Fetch:
 
 
 class _ListDataset(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Wrapper of a data set that DataLoader's worker processes can fetch whole batches from."""
+    """Wraps a data set so that DataLoader's workers fetch each batch from it at once."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

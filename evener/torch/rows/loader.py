@@ -61,7 +61,10 @@ class Epoch:
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """Return whether the loop ended before its last batch, which still exists, was computed."""
+        """Return whether the loop's last batch wasn't computed, but still exists.
+
+        That is possible only if the loop ended while its last batch was still waiting.
+        """
         # a loop may fetch the next epoch's first batch before it computes the last batch of this
         # one
         last = self.batches[-1]
@@ -230,9 +233,9 @@ class Loader:
             self._ahead.wait_until_full()
 
     def prefetched_rows(self) -> list[int]:
-        """Return the row indices, over all ranks, of the loop's newest global batch.
+        """Return the row indices, over all ranks, of the newest global batch of the loop.
 
-        Before the first batch, they are those of the first one.
+        Before the loop has a batch, return those of the first one.
         """
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
@@ -478,14 +481,14 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
     @property
     def drawn_ahead(self) -> int:
-        """Maximum number of batches that are drawn before the training loop uses them."""
+        """Maximum number of batches that are fetched before the training loop uses them."""
         drawn: int = self.num_workers * (self.prefetch_factor or 2)
         return drawn + self._ahead
 
     def take(self, step: int) -> tuple[int, ...]:
         """Mark global batch `step` as begun, and return the row count of each rank in it.
 
-        Later changes of shares take effect after this batch.
+        A later change of shares affects only the batches after it.
         """
         sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
         return sizes
@@ -522,7 +525,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
 
 def _loop(batches: Iterator[Any], rows: UnevenBatchSampler) -> Iterator[Any]:
-    """Yield `batches` inside the context manager that `rows` requires for a loop."""
+    """Iterate over `batches` inside the context manager of `rows.loop_context`."""
     with rows.loop_context():
         yield from batches
 

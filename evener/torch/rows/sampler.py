@@ -112,7 +112,7 @@ _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
 class ShareSchedule:
-    """The shares in one loop over the data, which may change from some row on."""
+    """The shares during one loop over the data; they may change between batches."""
 
     def __init__(self, shares: tuple[int, ...], position: int) -> None:
         self.begun = position  # the row after the loop's newest batch
@@ -125,7 +125,7 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Change the shares; the change begins `rows` rows after the newest batch."""
+        """Change the shares for the batches that begin `rows` rows or more after the newest one."""
         self._changes.append((self.begun + rows, shares))
 
 
@@ -197,9 +197,9 @@ class UnevenBatchSampler:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn if the data set is smaller than `planned` or the last batch is short of rows.
+        """Warn if the data set has fewer rows than `planned`, or a rank none of the last batch.
 
-        `planned` is the global batch of the plan.
+        `planned` is the plan's global batch in rows.
         """
         if self.length < planned:
             warnings.warn(
@@ -224,7 +224,7 @@ class UnevenBatchSampler:
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """Return the indices of the next `first` rows and of `more` rows spread over the epoch."""
+        """Return indices of the next `first` rows, and of `more` rows spread over the epoch."""
         # The rows are in the epoch's order; the result has no duplicates.
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]
@@ -257,7 +257,7 @@ class UnevenBatchSampler:
         return self.sizes_at(self.position + step * self.global_batch)
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Record that a step has begun, and return the row count of each rank in it."""
+        """Record that a step begins, and return the row count of each rank in it."""
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)
 
@@ -286,9 +286,9 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the last batch's row count if ranks have other fractions of it; else None.
+        """Return the last batch's row count if ranks have unusual fractions of it; else None.
 
-        If the fractions may differ in every step, the result is an object that equals no other.
+        If fractions may differ in every step, return an object that equals no other.
         """
         if self.changes or self.is_by_length:
             # equals no other object, because each step may weight ranks differently
@@ -334,7 +334,7 @@ class UnevenBatchSampler:
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return the context manager in which a training loop has to run; here it does nothing."""
+        """Return the context manager to run a training loop in; it does nothing in this class."""
         return nullcontext()
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:

@@ -249,7 +249,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups with indices for parameters, as in `Optimizer.state_dict`."""
+    """Return parameter groups in which indices stand for parameters, as in a state dict."""
     numbers = count()
     return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]
 
@@ -303,7 +303,10 @@ class _Writer:
         self.fault = ""
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run `action` on the rank that writes, unless an earlier action has failed."""
+        """Run `action` on the rank that writes, and save its error for all ranks to raise.
+
+        Nothing happens on other ranks, or after an earlier error.
+        """
         # errors go to `fault`, because the other ranks wait for this rank
         if not self._writes or self.fault:
             return
@@ -376,9 +379,9 @@ def _from_first(own: Value) -> Value:
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """If rank 0 has failed, raise RequestError with its message on every rank.
+    """Raise RequestError on every rank if rank 0 has failed.
 
-    `fault` is rank 0's message, or "" if it hasn't failed.
+    `fault` is rank 0's error message, or "" if it hasn't failed. Other ranks' values are ignored.
     """
     if found := _from_first(fault):
         raise RequestError(found, remedy)

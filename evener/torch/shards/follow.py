@@ -39,7 +39,7 @@ class PassRecord:
         self.trained: list[bool] = []  # whether each tensor in the outputs requires a gradient
 
     def is_like(self, other: PassRecord | None) -> bool:
-        """Return whether another pass had inputs of the same shapes and the same collectives."""
+        """Return whether both passes had the same input shapes and the same collectives."""
         if other is None:
             return False
         same = (self.shapes, self.forward, self.backward, self.unsent, self.trained)

@@ -208,7 +208,7 @@ def check_buffers(model: Any) -> None:
 def _choose_parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
-    """Return what fraction of the model each rank holds, as relative sizes.
+    """Return the relative size of the part of the model that each rank holds.
 
     Raises RequestError unless each rank has a part above 0.
     """
@@ -321,7 +321,7 @@ def sum_norms(
 
 
 def _list_shard_gradients() -> set[int]:
-    """Return the ids of all gradients on this rank that are shards."""
+    """Return the ids of all gradients on this rank that belong to shards."""
     parameters = [piece for sharded in _all for piece in sharded.pieces]
     return {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
 
@@ -357,10 +357,10 @@ def _reduce(tensor: torch.Tensor, operation: Any) -> None:
 
 
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
-    """Make an optimizer train a sharded model's pieces instead of its original parameters.
+    """Make an optimizer train this rank's pieces of a sharded model, not the old parameters.
 
-    Raises RequestError if the optimizer already has state. `replaced` are the original parameters,
-    in the order of the new ones.
+    `replaced` are the old parameters, in the order of `model.parameters()`. Raises RequestError if
+    the optimizer already has state.
     """
     if optimizer.state:
         raise RequestError(
@@ -379,7 +379,7 @@ def find(optimizer: Any) -> Sharded | None:
 
 
 def find_pieces(optimizer: Any) -> bool:
-    """Return whether an optimizer trains a piece of any sharded parameter."""
+    """Return whether an optimizer trains this rank's piece of any sharded parameter."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(not trained.isdisjoint(map(id, each.pieces)) for each in _all)
 

@@ -30,7 +30,7 @@ HEADER = 16  # bytes before each part, for the sender's weight
 class DtypeRange(NamedTuple):
     """Elements of one dtype in a rank's part of a flat tensor.
 
-    `start` and `stop` are element indices, and `byte` is the offset in the part.
+    `start` and `stop` are indices of elements, and `byte` is where they begin in the part's memory.
     """
 
     dtype: torch.dtype
@@ -45,11 +45,11 @@ class DtypeRange(NamedTuple):
 
 
 class GradientCopy(NamedTuple):
-    """A copy to make before sending: from a parameter's gradient to the memory to send.
+    """A copy of a parameter's gradient into the memory that is sent to other ranks.
 
     - `position`: index of the parameter.
-    - `elements`: the slice of the gradient, or None for all of it.
-    - `target`: where it is copied to.
+    - `elements`: the slice of the gradient to copy, or None for all of it.
+    - `target`: the tensor to copy it to.
     """
 
     position: int
@@ -188,7 +188,7 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return the most bytes of gradients that a rank receives, relative to a whole flat tensor.
+    """Return the most bytes of gradients that a rank receives, as a multiple of the flat tensor.
 
     `ranks` is the number of ranks.
     """
@@ -196,7 +196,7 @@ def bound_received(ranks: int) -> float:
 
 
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
-    """Return whether every rank receives few enough bytes of gradients to save memory."""
+    """Return whether the gradients that each rank receives are small enough to save memory."""
     # a rank receives the gradients of its range from each other rank
     largest = max(stop - start for start, stop in ranges)
     return (len(ranges) - 1) * largest <= MOST_RECEIVED * ranges[-1][1]

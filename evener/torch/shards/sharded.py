@@ -148,9 +148,9 @@ class Sharded:
                 spread(statistics)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """Return False, or raise a RequestError if the model shards any of these parameters.
+        """Raise a RequestError if the model shards any of these parameters; else return False.
 
-        `parameters` has their ids. An exchange of gradients asks this of every model.
+        `parameters` has their ids. An exchange of gradients calls this for every model.
         """
         # called by an exchange, which can't sum the gradients of sharded parameters
         if not parameters.isdisjoint(map(id, self.parameters)):
@@ -269,9 +269,9 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a unit because other code reads its parameters, without calling its module.
+        """Gather a unit because code outside of its module reads its parameters.
 
-        This happens only while the model computes; the unit stays gathered until the backward pass
+        This happens only while the model computes. The unit stays gathered until the backward pass
         ends.
         """
         # for example, a model may multiply by its head's weight without calling the head
@@ -376,7 +376,7 @@ class Sharded:
             flat.keep()
 
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
-        """Raise a RequestError if the user's loop cleared gradients that still had to be summed.
+        """Raise a RequestError if the user's loop cleared gradients before they were summed.
 
         `is_there` returns whether a parameter's gradient still exists.
         """
@@ -433,7 +433,7 @@ class Sharded:
         return [bool(each) for each in flags.tolist()]
 
     def _flag(self, fired: list[bool]) -> torch.Tensor:
-        """Return flags, one per parameter, as a new tensor on the device."""
+        """Return the flags, one per parameter, as a new tensor on this rank's device."""
         # A copy from the host would make the host wait. So unchanged flags are copied from the last
         # tensor.
         known = tuple(fired)

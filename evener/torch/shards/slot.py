@@ -31,7 +31,7 @@ class Slot:
         self.received = self.before = False
 
     def is_kept(self) -> bool:
-        """Return whether nothing has changed this parameter's gradient since the last pass."""
+        """Return whether the gradient kept from the last pass is still there and unchanged."""
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept
 

@@ -69,12 +69,12 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """Bytes of a unit's gradients, together with the buffer for reducing them."""
+        """Bytes of a unit's gradients plus the buffer in which they are reduced."""
         return self.gradients + self.buffer
 
 
 def _add_largest(units: Iterable[UnitBytes]) -> int:
-    """Return how many bytes the gathered parameters of the two largest units take."""
+    """Return the bytes of the gathered parameters of the two largest units together."""
     # while one unit computes, the next one is already being gathered
     return sum(sorted((unit.gathered for unit in units), reverse=True)[:2])
 
@@ -153,7 +153,7 @@ class WholeParameters:
             )
 
     def begin(self) -> None:
-        """Set aside the gradients that the parameters have from before this batch."""
+        """Set aside the gradients that parameters have from earlier batches."""
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
         for slot in self.slots:

@@ -68,9 +68,9 @@ _HOOKS = ProcessHooks(lambda: [Replacement(torch.Tensor, "backward", _make_backw
 
 
 def find_code(caller: FrameType) -> Code | None:
-    """Return code and globals of the user's function that called `backward`.
+    """Return the code and globals of the user's function that called `backward`.
 
-    The result is None if only library functions are near the call.
+    The result is None if the nearest callers are all library functions.
     """
     frame = caller
     for _ in range(CALLERS):
@@ -83,9 +83,9 @@ def find_code(caller: FrameType) -> Code | None:
 
 
 def list_operations(loss: Any) -> tuple[Any, ...]:
-    """Return the last operations that computed a loss, as pairs of a name and a reduction.
+    """Return the last operations that computed a loss, as (name, reduction) pairs.
 
-    The reduction is None for operations without one.
+    The reduction is None for operations without such an argument.
     """
     found: list[Any] = []
     level = [] if loss.grad_fn is None else [loss.grad_fn]

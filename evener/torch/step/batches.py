@@ -122,10 +122,10 @@ class BatchTracker:
         return any(epoch.training and epoch.may_be_computed() for epoch in self._epochs)
 
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
-        """Return the batch that `data` belongs to, or None, and mark it as used.
+        """Return the batch that a model's inputs belong to, and mark it as used.
 
-        `training` is whether the model is in training mode. Raises RequestError if several batches
-        with different weights are possible.
+        The result is None if no batch may be computed now. `training` is whether the model is in
+        training mode. Raises RequestError if batches with different weights are possible.
         """
         found = self._only
         if found is None:
@@ -191,9 +191,9 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """Return whether it doesn't matter which of the possible batches is chosen.
+    """Return whether any of the possible batches may be chosen.
 
-    That is so if all have the same weights, and so do later batches.
+    That is so if they and the batches after them have the same weights.
     """
     # Then all batches give each rank the same weight, and the choice doesn't affect later batches.
     # `epochs` is the number of epochs that the batches may be from.
@@ -203,7 +203,7 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """Return whether batches of a loop may still be computed after the loop has ended."""
+    """Return whether batches of a loop may still be computed after a loop has ended."""
     # `ended` is the epoch that has just ended. `epoch` is the one that has ended, or its newest
     # batch is still in use.
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))

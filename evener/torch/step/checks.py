@@ -44,7 +44,7 @@ class OptimizerCheck:
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def forget(self) -> None:
-        """Check all optimizers again at their next steps."""
+        """Forget which optimizers were checked, so that all are checked again at the next step."""
         self._known.clear()
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
@@ -196,7 +196,7 @@ _applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictio
 
 
 def check_summed(optimizer: Any) -> None:
-    """Raise RequestError if an optimizer is about to use gradients not summed over ranks."""
+    """Raise RequestError if an optimizer is about to use gradients of this rank's rows only."""
     exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.single_rank]
     before = _applied.get(optimizer)
     _applied[optimizer] = {id(exchange): exchange.sums for exchange in exchanges}
@@ -228,7 +228,7 @@ def _check_seen(exchanges: list[Exchange]) -> None:
 
 
 def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
-    """Return whether any model's gradients were all-reduced since the optimizer's last step."""
+    """Return whether any exchange has all-reduced gradients since the optimizer's last step."""
     # `before` has each exchange's number of sums at that step, by the exchange's id
     return any(exchange.sums > before.get(id(exchange), 0) for exchange in exchanges)
 

@@ -40,9 +40,9 @@ class MemoryGauge:
         return self._peaks.most_rows(self._capacity_bytes, self._left)
 
     def most_in_several(self, gradient_bytes: float) -> int:
-        """Return the estimated largest number of rows per pass if a batch takes several.
+        """Estimate the largest number of rows in a pass if a batch has several passes.
 
-        Memory then also holds the gradients of earlier passes, `gradient_bytes`. Returns 0 before
+        Memory then also holds earlier gradients, of `gradient_bytes` bytes. The result is 0 unless
         passes of two sizes were measured. Call `measure` first.
         """
         return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)

@@ -88,7 +88,7 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return the rows of this part that the queue's next pass computes, with their weight."""
+        """Return the rows of this part that one pass of the queue computes, with their weight."""
         # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:
             self.turn = turn

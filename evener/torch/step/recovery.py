@@ -58,7 +58,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def free_before_update(device: torch.device) -> None:
-    """Have the allocator's unused memory returned before the optimizer's next step."""
+    """Return the allocator's unused memory to the GPU just before the next optimizer step."""
     # The first step allocates the optimizer's state. It would fragment blocks that activations have
     # used, and the second step could run out of memory.
     if device.type == "cuda":
@@ -134,10 +134,7 @@ class Recovery:
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
-        """Update the limit of rows per pass at the start of a batch.
-
-        It grows if memory is likely to suffice.
-        """
+        """Update the limit of rows per pass, which may rise if memory suffices again."""
         self.limit.begin_batch(self._held_by_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
@@ -186,7 +183,7 @@ class Recovery:
         self._report_retry(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def forget(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
-        """Drop the saved state once the rows of a pass are computed."""
+        """Forget failed attempts at a pass, once all of its rows are computed."""
         # the first batch also shows which buffers passes don't change; later passes don't copy
         # these
         for exchange in exchanges:

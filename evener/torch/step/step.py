@@ -132,7 +132,7 @@ def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None
 def take_parts(
     training: Any, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
 ) -> Generator[Part]:
-    """Yield the parts of a batch, again in smaller parts after one runs out of memory.
+    """Yield a batch's parts; the rows of a part that runs out of memory come in smaller ones.
 
     `count` returns the denominator of a part's mean loss; None means its row count. `models` are by
     default all wrapped models.

@@ -54,7 +54,7 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters among these that a module owns.
+        """Return those of an optimizer's parameters that a module owns.
 
         Raises RequestError if gradients of the others were neither summed over ranks nor equal on
         all ranks.
@@ -130,7 +130,7 @@ class TensorGroup:
         return any(self._tensors[place]() is tensor for place in self._summed)
 
     def note(self, place: int, gradient: torch.Tensor) -> None:
-        """Before a gradient is accumulated, remember it and the tensor's earlier `.grad`."""
+        """Remember a gradient and the tensor's `.grad`, before autograd adds one to the other."""
         # this is called before the gradient is accumulated, so that `take` can undo that;
         # torch.autograd.grad accumulates nothing and doesn't lead to `take`
         task = backward_number()
@@ -143,7 +143,7 @@ class TensorGroup:
             self._before[place] = before, gradient.detach()
 
     def take(self, place: int, tensor: torch.Tensor) -> None:
-        """After a gradient was accumulated, undo that and keep it, weighted, for the all-reduce.
+        """Undo autograd's update of `.grad`, and keep the weighted gradient for the all-reduce.
 
         Raises RequestError for sparse gradients.
         """
@@ -161,7 +161,7 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Sum the gradients when the backward pass has ended."""
+        """Sum the gradients after the backward pass, and after the sums of all wrapped models."""
         # `task` is the number of the backward pass. The gradients of all wrapped models are summed
         # first, so the order of collectives is the same on every rank.
         own = weakref.ref(self)

@@ -184,7 +184,7 @@ class BatchWeights(BatchTracker):
         self.watch_forward(model, device)
 
     def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
-        """Have a model's gradients multiplied by weights before `exchange` all-reduces them.
+        """Have `exchange` multiply a model's gradients by weights before the all-reduce.
 
         `exchange` is None if the model keeps its own all-reduce. Raises RequestError if the
         gradient noise scale is requested but can't be measured on this model.
@@ -283,10 +283,10 @@ class BatchWeights(BatchTracker):
         return self.in_parts
 
     def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
-        """Return the models whose gradients are all-reduced in the last part of a batch.
+        """Return the models whose gradients are all-reduced in a batch's last part.
 
-        `given` are the models, or None for all wrapped ones. Raises RequestError if there are none,
-        or if they can't run different numbers of passes on different ranks.
+        `given` are these models, or None for all wrapped ones. Raises RequestError if there are
+        none, or if they can't run different numbers of passes on different ranks.
         """
         models, by_length = list(self.models if given is None else given), batch.origin.by_length
         if self.shares.world == 1 or not (self.shares.in_passes or by_length):
@@ -368,11 +368,11 @@ class BatchWeights(BatchTracker):
             self._auditing = False
 
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
-        """Return the batch of a forward pass, found by the addresses of the model's inputs.
+        """Return the batch that a forward pass computes, found by the addresses of its inputs.
 
-        The result is None if nothing has to be weighted, and a RequestError if no batch matches a
-        model that may only predict. Raises RequestError if a batch with several passes is computed
-        at once, or if no batch matches in training mode.
+        The result is None if nothing has to be weighted. If no batch matches, it raises
+        RequestError in training mode; otherwise it returns the error, for a backward pass that may
+        follow. Also raises RequestError if a batch with several passes is computed at once.
         """
         # outside of training mode, there may be no backward pass
         if self._auditing:

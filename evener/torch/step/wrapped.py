@@ -290,7 +290,10 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
 
 
 def check_exchange(model: Any) -> None:
-    """Raise RequestError if a library sums gradients that evener then can't weight."""
+    """Raise RequestError for DeepSpeed, Megatron-LM, FSDP1 and tensor parallelism.
+
+    Evener can't weight the gradients of such models.
+    """
     names = _class_names(model)
     for name, library in _ENGINES.items():
         if name in names:
@@ -315,7 +318,7 @@ def _class_names(model: Any) -> set[str]:
 
 
 def check_not_inside_ddp() -> None:
-    """Raise a RequestError if the model runs inside another DistributedDataParallel."""
+    """Raise a RequestError if this model runs inside a DistributedDataParallel."""
     if is_in_ddp_forward():
         raise RequestError(
             "A model from split.wrap is inside another DistributedDataParallel, which "
@@ -327,7 +330,7 @@ def check_not_inside_ddp() -> None:
 
 
 def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
-    """Warn about batch normalization over unequal shares.
+    """Warn if a model has batch normalization, whose statistics depend on the shares.
 
     `passes` are the row counts of all passes of a batch. Raises RequestError for SyncBatchNorm if
     gradients are weighted or ranks have different numbers of passes.

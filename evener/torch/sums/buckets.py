@@ -61,10 +61,9 @@ class Bucket:
         self._version = 0  # version of the gradients when they were sent
 
     def has_come(self, came: set[int] | None) -> bool:
-        """Return whether gradients of all the bucket's parameters were computed.
+        """Return whether the gradients of all the bucket's parameters have been computed.
 
-        `came` has the ids of parameters whose gradients were computed; None means each `.grad` that
-        is set.
+        `came` has the ids of parameters with a new gradient; None counts every `.grad` that is set.
         """
         if came is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
@@ -149,9 +148,9 @@ class Bucket:
             self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
-        """Set the current gradients aside, multiplied by `weight`; later ones get other weights.
+        """Set the gradients so far aside, multiplied by `weight`, until the next all-reduce.
 
-        They are added before the next all-reduce.
+        Gradients that are computed later can then have another weight.
         """
         # this is necessary before the weight changes
         self.weigh(weight, 0)
@@ -199,16 +198,13 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Clear one parameter's gradient in what `fold` has set aside."""
+        """Clear a parameter's gradient among those that `fold` has set aside."""
         # the loop may have cleared the parameter's gradient in the meantime
         if self._hold is not None:
             self._held_views[place].zero_()
 
     def _make_flags(self, number: int, counts: bool) -> torch.Tensor:
-        """Return the last elements of the bucket.
-
-        They are a flag for each parameter with a gradient, and the batch number.
-        """
+        """Return the bucket's last elements: a flag for each gradient, and the batch number."""
         # `counts` is False if this rank's weight is 0.
         key = (number, counts, *self._absent)
         if key not in self._patterns:
@@ -460,7 +456,7 @@ class EarlierGradients:
         self.opened = self.late = self.apart = False
 
     def forget_failure(self) -> None:
-        """Forget a failed pass, once its rows were computed again."""
+        """Forget that a pass failed, because its rows have been computed again."""
         self.final = None
 
     def fail(self, came: set[int]) -> None:

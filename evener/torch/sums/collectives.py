@@ -26,7 +26,7 @@ def count_foreign() -> int:
 
 
 def note_own() -> None:
-    """Count one more collective as started by evener."""
+    """Record that evener itself has started one more collective."""
     global _own
     _own += 1
 
@@ -46,9 +46,9 @@ _sizes: dict[Hashable, int] = {}  # numbers of collectives that calls of `run_ow
 
 
 def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
-    """Run `start`, count the collectives that it starts as evener's own, and return its result.
+    """Run `start`, count its collectives as evener's own, and return its result.
 
-    Calls with the same `kind` have to start equally many.
+    They are counted in the first call for a `kind`, so later calls must start the same number.
     """
     # counting takes longer than starting, so they are counted in the first call only
     global _own
@@ -130,8 +130,8 @@ def gather_rows(
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
     """Return the sum of a value over all ranks, in float64, or int64 for integer tensors.
 
-    Scalars are summed in float64, too. Every rank has to call this. The `timer` doesn't count the
-    all-reduce as compute time.
+    Scalars are summed in float64, too. Every rank has to call this. `timer` counts the time as
+    waiting.
     """
     total = torch.as_tensor(value).detach()
     whole = total.ndim and not total.is_floating_point()
@@ -145,7 +145,7 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
     """Return the mean of a value over ranks, weighted by their row counts.
 
-    Every rank has to call this. The `timer` doesn't count the all-reduce as compute time.
+    Every rank has to call this. `timer` counts the time as waiting.
     """
     own = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(own) for _ in sizes]

@@ -284,7 +284,7 @@ class Exchange:
         self._sync |= sync
 
     def _note_arrived(self) -> None:
-        """Record which gradients have been computed since the last call."""
+        """Record which gradients the backward pass has computed since the last call."""
         # reentrant checkpoints that share a layer give it several gradients in a backward pass
         if not self._hooks:
             self._came = {
@@ -339,7 +339,7 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write values that ranks compare, such as some weights, to the end of a bucket."""
+        """Write values that ranks compare, such as a few weights, to the end of a bucket."""
         # They tell whether buffers have changed and, in some sums, have a few weights. Weights are
         # included in one of EVERY sums, for ranks to compare. The first rank multiplies its own by
         # the number of other ranks, and the others by -1, so equal weights add up to 0. The tail
@@ -493,9 +493,9 @@ def is_in_backward(task: int) -> bool:
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return the ids of all parameters whose gradients evener sums over ranks.
+    """Return all parameters, by id, whose gradients evener sums over ranks.
 
-    The dict's values tell whether such a sum has been computed yet.
+    The values are True if their gradients have been summed at least once.
     """
     every = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     exchanges = [exchange for exchange in every if not exchange.single_rank]
@@ -518,7 +518,7 @@ def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
 
 
 def _forget_failed_passes() -> None:
-    """Reset exchanges whose backward pass was ended by an error."""
+    """Reset exchanges whose last backward pass ended with an error."""
     if backward_number() != -1:
         return
     for each in _open:

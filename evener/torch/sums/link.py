@@ -68,7 +68,7 @@ class LinkMember:
             self._groups[members] = dist.new_group(list(members))
 
     def measure(self, members: tuple[int, ...]) -> LinkSums:
-        """Measure all-reduces of a group of members; all of them have to call this."""
+        """Measure the all-reduces of a group; every member of it has to call this."""
         return measure_sums(self._groups[members], self._rank, members, self._device)
 
 
@@ -96,9 +96,9 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
 def find_wrong(
     add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
 ) -> str:
-    """All-reduce known values, and return a description of wrong results, or "".
+    """All-reduce known values; describe which sums are wrong, or return "" if all are right.
 
-    `add_up` is the all-reduce, and `size` the number of values.
+    `add_up` runs the all-reduce, and `size` is the number of values.
     """
     # each rank sends a different pattern, whose sums are exact in float32
     numbers = torch.arange(size, device=device)

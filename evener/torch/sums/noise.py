@@ -48,9 +48,9 @@ class RankNoise:
         self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch with these rows per rank, or () if unknown.
+        """Begin a batch with these row counts by rank, or () if they are unknown.
 
-        `updates` is how many optimizer steps came before.
+        `updates` is the number of optimizer steps before it.
         """
         if self._sample is not None:
             self._pending.append(self._sample)
@@ -59,7 +59,7 @@ class RankNoise:
         self._updates = updates
 
     def note(self, batch: Any) -> None:
-        """Note a batch that contributes to the gradients of the current backward pass."""
+        """Record a batch whose loss contributes to the current backward pass."""
         if not any(each is batch for each in self._noted):
             self._noted.append(batch)
 
@@ -91,11 +91,7 @@ class RankNoise:
         self.steps += 1
 
     def _complete_sample(self, buckets: Iterable[Bucket]) -> _Sample:
-        """Return a sample of squared norms.
-
-        It has the row counts of the ranks, the weighted sum of the squared norms of their
-        gradients, and the squared norm of the summed gradient.
-        """
+        """Return a sample: row counts, and squared norms before and after the sum over ranks."""
         work, squares_of_ranks = self._sum
         work.wait()
         square_of_sum = _add_squares([_norm(bucket.gradients) for bucket in buckets])
@@ -131,11 +127,11 @@ class RankNoise:
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
-        """Return the rows per rank of each batch in this step."""
+        """Return, for each batch in this step, the row count of each rank."""
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
-        """Return the rows per rank in this step, over all its batches."""
+        """Return how many rows each rank computes in this step, over all its batches."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
