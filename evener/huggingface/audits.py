@@ -122,7 +122,7 @@ class TrainerComputations:
         """Return the computation of all rows in one batch.
 
         The Trainer is made to see `times` as many items (`num_items_in_batch`), and `world`
-        processes.
+        processes. The loss is multiplied by `weight`.
         """
         items = self.count_items([few.whole])
         return [

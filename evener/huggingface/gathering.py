@@ -144,12 +144,18 @@ class Gathering:
         return put_back
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over all ranks, elementwise."""
+        """Return the sum of `values`, of shape (n,), over all ranks.
+
+        Every rank has to call this.
+        """
         sums: torch.Tensor = self._gather(values[None]).sum(0)
         return sums
 
     def gather(self, data: Any) -> Any:
-        """Gather tensors in `data` from all ranks, as `accelerator.gather` does."""
+        """Gather tensors in `data` from all ranks, as `accelerator.gather` does.
+
+        Every rank has to call this. In the context `local`, only this rank's tensors are returned.
+        """
         if self._local:
             self.calls += 1
             return each_tensor(

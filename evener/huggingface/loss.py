@@ -78,8 +78,8 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 def count_labels(batch: Any) -> dict[str, float]:
     """Count the labels that aren't ignored: all of them, and those left after a shift by one.
 
-    The keys are "labels" and "shifted labels". The dict is empty if the batch has no integer
-    labels.
+    The keys are "labels" and "shifted labels". The second is missing if the labels are shifted
+    already or have one axis. The dict is empty if the batch has no integer labels.
     """
     labels, shifted = _labels(batch)
     if labels is None:

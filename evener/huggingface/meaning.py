@@ -77,7 +77,8 @@ def find_loss(
 
     Every rank has to call this. `make` fetches the rows, or returns None. If `ignores` is True, the
     loss accepts ignored labels. With `in_parts`, a single process checks whether it can split a
-    batch. Raises RequestError if the loss doesn't fit any mean, or can't be computed in passes.
+    batch. Raises RequestError if the loss doesn't fit any mean, or can't be computed in passes. If
+    the rows don't show the mean, the result is what the Trainer's settings say.
     """
     passes = trainer._shares.passes
     calls = gathering.calls

@@ -90,7 +90,10 @@ def _count_labels(
 
 
 def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
-    """Return the loss multiplied by `factor`; with a factor of 0, NaN and inf become 0."""
+    """Return the loss multiplied by `factor`; with a factor of 0, NaN and inf become 0.
+
+    All parameters still get a gradient, which is then 0.
+    """
     if factor == 0.0 and not torch.isfinite(loss):
         return sum(
             (parameter * 0).sum() for parameter in model.parameters() if parameter.requires_grad
@@ -99,7 +102,10 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
 
 
 def count_tokens(trainer: Any, inputs: Any) -> int:
-    """Count a batch's input tokens; padding is left out if the Trainer's settings say so."""
+    """Count a batch's input tokens; padding is left out if the Trainer's settings say so.
+
+    It is 0 if the inputs have no tokens.
+    """
     name = getattr(trainer.model, "main_input_name", "input_ids")
     if name not in inputs:
         return 0

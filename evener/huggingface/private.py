@@ -17,7 +17,10 @@ def count_items(trainer: Any, batches: Sequence[Any], device: Any) -> Any:
 
 
 def output_folder(trainer: Any, trial: Any) -> str:
-    """Return the folder for checkpoints."""
+    """Return the folder for checkpoints.
+
+    Each `trial` of a hyperparameter search has its own; None outside a search.
+    """
     return str(trainer._get_output_dir(trial=trial))
 
 

@@ -121,7 +121,8 @@ def needs_equal_passes(trainer: Any) -> bool:
 def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
     """Raise RequestError if the checkpoint was written with another batch size or data set.
 
-    `epoch_steps` is the number of optimizer steps in an epoch now.
+    `rows` are the rows of the data set now, `step_rows` those of an optimizer step, and
+    `epoch_steps` is the number of optimizer steps in an epoch.
     """
     try:
         state = json.loads((folder / CHECKPOINT).read_text())
@@ -159,7 +160,10 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
 
 
 class PassSampler(StepSampler):
-    """Sampler that yields row indices for each gradient-accumulation pass of each step."""
+    """Sampler that yields row indices for each gradient-accumulation pass of each step.
+
+    A pass without rows has one filler row, which doesn't count.
+    """
 
     def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:
         super().__init__(sampler)
@@ -177,7 +181,10 @@ class PassSampler(StepSampler):
         ]
 
     def pass_sizes(self, step: int) -> tuple[int, ...]:
-        """Return this rank's row count in each pass of a step."""
+        """Return this rank's row count in each pass of a step.
+
+        Filler rows don't count.
+        """
         rows = self.sampler
         if isinstance(rows, LengthSampler):
             return rows.pass_sizes(step * rows.global_batch, rows.epoch)

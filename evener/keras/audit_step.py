@@ -539,9 +539,10 @@ def _without_graph_optimization() -> Iterator[None]:
 
 @contextmanager
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
-    """Context manager that restores the attributes of the model and its layers.
+    """Context manager that restores tensors and plain values in attributes.
 
-    It yields a dict, which at the end has the changes that were undone.
+    These are the attributes of the model, its layers and its loss. It yields a dict, which at the
+    end has the changes of plain values that were undone.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

@@ -169,8 +169,8 @@ def save_whole(
 ) -> Any:
     """Save a model by calling `save` with a temporary file, which is then renamed.
 
-    Thus a reader always finds a complete file. Other formats than `.keras` and `.h5`, and remote
-    paths, are saved directly.
+    Thus a reader always finds a complete file. Other formats than `.keras` and `.h5`, remote paths,
+    and calls with `zipped=False` or `overwrite=False` are saved directly.
     """
     # a reader always finds a complete file, even if the process is killed while it saves
     path = str(filepath)

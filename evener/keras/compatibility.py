@@ -89,7 +89,10 @@ def check_test_step(model: Any) -> None:
 
 
 def check_towers(model: Any) -> None:
-    """Raise RequestError if the model can't train on several devices in one process."""
+    """Raise RequestError if the model can't train on several devices in one process.
+
+    Also warn if batch normalization will see only the rows of one device.
+    """
     check_step(model)
     for layer in list_normalizations(model, synchronized=True)[:1]:
         refuse_in_one_process(
@@ -99,7 +102,10 @@ def check_towers(model: Any) -> None:
 
 
 def check_workers(model: Any) -> None:
-    """Raise RequestError if the model can't train in several processes, each with some rows."""
+    """Raise RequestError if the model can't train in several processes, each with some rows.
+
+    Also warn if batch normalization will see only the rows of one device.
+    """
     check_step(model)
     _warn_local_statistics(model)
 

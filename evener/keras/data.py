@@ -66,7 +66,8 @@ def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
 def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> Any:
     """Check the token counts that the user has given, and return them as an int64 array.
 
-    Raises RequestError if they aren't one whole number per row, or don't fit `x`.
+    Raises RequestError if they aren't one whole number per row, or don't fit `x`. A row that fits
+    on no device raises it, too.
     """
     tokens = np.asarray(lengths)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -94,7 +95,10 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
-    """Return each device's inputs, cut to its longest row, and its row count."""
+    """Return each device's inputs, cut to its longest row, and its row count.
+
+    Filler rows don't count.
+    """
     with tf.device("CPU:0"):
         edges, longest = tf.unstack(assigned.edges), tf.unstack(assigned.longest)
         return [
@@ -104,7 +108,10 @@ def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]
 
 
 def cut_steps(x: Tensors, steps: Any) -> Tensors:
-    """Cut the inputs to the first `steps` tokens, along their second axis."""
+    """Cut the inputs to the first `steps` tokens, along their second axis.
+
+    Tensors whose second axis has another length than the first tensor's stay as they are.
+    """
     whole = _count_steps(x)
     return keras.tree.map_structure(
         lambda each: each[:, :steps] if each.shape.rank > 1 and each.shape[1] == whole else each, x
@@ -112,7 +119,10 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Pad a model's outputs with zeros along their second axis, to the length of the inputs `x`."""
+    """Pad a model's outputs with zeros along their second axis, to the length of the inputs `x`.
+
+    Outputs whose second axis has a fixed length stay as they are. Masks exclude the padding.
+    """
     whole = _count_steps(x)
 
     def pad(tensor: Any) -> Any:
@@ -135,7 +145,8 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
 def check_padding(model: Any, batch: AssignedArrays) -> None:
     """Raise RequestError if padding changes the model's outputs or counts in its loss.
 
-    One row is computed with and without padding.
+    One row is computed with and without padding. Eager models and models with batch normalization
+    are refused, too.
     """
     if model.run_eagerly:
         raise RequestError(
@@ -238,11 +249,17 @@ class ArrayBatches:
         return math.ceil(self.rows / self.batch)
 
     def global_batches(self, endless: bool = False) -> Any:
-        """Return a dataset of whole batches."""
+        """Return a dataset of whole batches.
+
+        It has one epoch; an `endless` one goes on with further epochs.
+        """
         return self._dataset(functools.partial(self._take, self._tensors), endless)
 
     def own_rows(self, cut: Cut, rank: int, endless: bool = False) -> Any:
-        """Return a dataset that yields, of each batch, the rows that process `rank` computes."""
+        """Return a dataset that yields, of each batch, the rows that process `rank` computes.
+
+        The elements are `OwnRows`. An `endless` dataset goes on with further epochs.
+        """
 
         def take_own(epoch: Any, start: Any, stop: Any) -> OwnRows:
             first, last = cut.bounds(stop - start)[rank : rank + 2]
@@ -312,8 +329,8 @@ def pack_arrays(
 ) -> tuple[Any, ...]:
     """Return `(x, y, weight)` without the items that are None.
 
-    `class_weight` is combined with the sample weights. Raises RequestError if weights are given
-    without `y`.
+    `class_weight` gives each row the weight of its label. Raises RequestError if sample weights are
+    given without `y` or together with `class_weight`.
     """
     weight = _fold_weights(y, weight, class_weight)
     if y is None and weight is not None:
@@ -445,7 +462,7 @@ def batch_rows(dataset: Any) -> int | None:
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
     """Return whether evener can batch the data given to `fit` itself.
 
-    It can if they are plain arrays, and if every epoch uses all rows.
+    It can if they are plain arrays, every epoch uses all rows, and Keras runs one step per call.
     """
     # `chosen` has the arguments of `fit`.
     return (
@@ -486,7 +503,7 @@ def split_for_validation(chosen: dict[str, Any]) -> None:
     """Carry out `validation_split`: move the last rows to `validation_data`, in place.
 
     `chosen` has the arguments of `fit`. Raises RequestError if no rows would be left to train on or
-    to validate.
+    to validate. `validation_data` has priority if it is given.
     """
     part = chosen["validation_split"]
     chosen["validation_split"] = 0.0

@@ -17,9 +17,10 @@ PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
-    """Return the first batch (None if there is none), and an iterator that still yields it.
+    """Return the first batch, and an iterator that still yields it.
 
-    `steps` is how many batches Keras takes in one call; that many are read ahead.
+    The first batch is None if there is none, or if the elements aren't tensors. Up to `steps`
+    batches are read ahead, as many as Keras takes in one call.
     """
     # Keras runs that many steps in one call.
     if not isinstance(batches, tf.data.Iterator):

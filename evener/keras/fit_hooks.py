@@ -202,7 +202,10 @@ class FitHooks:
         return self.times.around_call(function) if training else function
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
-        """Train as `Model.fit` does, with batches divided among devices."""
+        """Train as `Model.fit` does, with batches divided among devices.
+
+        The default batch size is the split's global batch.
+        """
         self.engine.check_model()
         call = self._bind("fit", arguments, keywords)
         chosen = call.arguments
@@ -220,7 +223,11 @@ class FitHooks:
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """Evaluate as `Model.evaluate` does, with batches divided among devices."""
+        """Evaluate as `Model.evaluate` does, with batches divided among devices.
+
+        The default batch size is the split's global batch or, with passes, the largest batch that
+        every device can evaluate in one pass.
+        """
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
         self.engine.build(chosen["x"])

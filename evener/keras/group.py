@@ -31,8 +31,9 @@ LARGEST_KEY = (1 << 31) - 1
 class Group:
     """The processes of one training run under `MultiWorkerMirroredStrategy`, one device each.
 
-    `peers` are the addresses of all processes, and `rank` is the index of this one. Raises
-    RequestError if the processes see another number of devices.
+    `peers` are the addresses of all processes, and `rank` is the index of this one. Create it
+    before TensorFlow's first operation. Raises RequestError unless there are as many devices as
+    processes.
     """
 
     def __init__(self, peers: Sequence[str], rank: int) -> None:
@@ -107,21 +108,30 @@ class Group:
         )
 
     def share_weights(self, variables: Sequence[Any]) -> None:
-        """Copy the first process's values to the variables of all processes."""
+        """Copy the first process's values to the variables of all processes.
+
+        Every process has to call this.
+        """
         own = [tf.convert_to_tensor(variable) for variable in variables]
         values = self.sum_now([value if self.rank == 0 else tf.zeros_like(value) for value in own])
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
     def share_text(self, text: bytes, rank: int) -> bytes:
-        """Return the bytes that process `rank` passes as `text`, on every process."""
+        """Return the bytes that process `rank` passes as `text`, on every process.
+
+        Every process has to call this.
+        """
         mine = text if rank == self.rank else b""
         (length,) = self.sum_now([tf.constant([len(mine)])])
         codes = list(mine) or [0] * int(length[0])
         return bytes(self.sum_now([tf.constant(codes)])[0].numpy().tolist())
 
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return each tensor's sum over all processes, in eager mode."""
+        """Return each tensor's sum over all processes, in eager mode.
+
+        Every process has to call this, with tensors of the same shapes.
+        """
         # traced for each set of types and shapes on purpose, without TensorFlow's warning
         given = list(tensors)
         return list(self._sum.get_concrete_function(given)(given)) if given else []

@@ -37,7 +37,8 @@ class GroupFailures:
     def shared(self) -> Iterator[None]:
         """Context manager that reports an exception to the other processes.
 
-        Raises DeviceError with the other process's message if that one failed first.
+        Raises DeviceError with the other process's message if that one failed first. A nested
+        context does nothing.
         """
         if self._inside:
             yield

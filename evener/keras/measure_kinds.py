@@ -98,8 +98,9 @@ def measure_batch(
 ) -> None:
     """Measure how the engine has to combine results of a batch's parts, and tell the engine.
 
-    In a group, one process measures for all. Raises RequestError if the plan has passes, and the
-    loss can't be weighted exactly in passes.
+    In a group, the process with the largest share measures for all, and every process has to call
+    this. Raises RequestError if the plan has passes, and the loss can't be weighted exactly in
+    passes.
     """
     # audits of the other processes need Keras' own step, so they trace it meanwhile
     model, group = engine.model, engine.group

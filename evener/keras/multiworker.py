@@ -175,7 +175,10 @@ class Workers:
         return arrays.own_rows(self.cut, self.group.rank, endless)
 
     def draw_seed(self) -> int:
-        """Return a random seed that the first process has drawn."""
+        """Return a random seed that the first process has drawn.
+
+        Every process has to call this.
+        """
         drawn = tf.constant(draw_number() if self.group.rank == 0 else 0, tf.int64)
         return int(self.group.sum_now([drawn])[0])
 
@@ -189,7 +192,10 @@ class Workers:
         return group_callbacks(callbacks, self, self.share_weights)
 
     def share_weights(self) -> None:
-        """Copy weights and optimizer state from the first process to all."""
+        """Copy weights and optimizer state from the first process to all.
+
+        Every process has to call this.
+        """
         model = self.model
         model.optimizer.build(model.trainable_variables)
         variables = [*model.weights, *model.optimizer.variables]
@@ -315,7 +321,7 @@ class Workers:
         """Exchange the results of this process's passes with the others, and update the weights.
 
         `before` has the values that non-trainable variables had before the step, by id; `began` is
-        the step's start as Unix time. Returns the logs.
+        the step's start as Unix time. Returns the logs. Every process has to call this.
         """
         own = self.own_rows(data)
         digest = _digest(data)
@@ -520,7 +526,7 @@ class StepMetrics:
 
     Outputs are gathered, so that every process updates its metrics with the whole batch. If a row's
     outputs are larger than 64 KiB, each process counts its own rows, and the metrics' variables are
-    summed.
+    summed. Create it before the model is called, because it reads the metrics' earlier values.
     """
 
     def __init__(

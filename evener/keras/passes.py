@@ -226,7 +226,10 @@ class DevicePasses:
         self._reached: list[int] = []  # indices of the trainable weights with a gradient
 
     def run(self, passes: Any) -> PassSums:
-        """Compute the device's rows in `passes` passes, and return their combined results."""
+        """Compute the device's rows in `passes` passes, and return their combined results.
+
+        A device without rows computes one filler row, which doesn't count.
+        """
         with tf.device(HOST):
             passes, first = tf.maximum(passes, 1), tf.zeros([], tf.int64)
             slots = tf.cast(passes, tf.int32)

@@ -34,7 +34,8 @@ class ChangingCut(Cut):
     def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
         """Use other shares from the next step on.
 
-        `shares` are rows per device, and `micros` the rows of each device's largest pass.
+        `shares` are rows per device, and `micros` the rows of each device's largest pass. `micros`
+        are ignored if the cut began without passes.
         """
         # the traced step of such a cut has no passes
         self.weights = tuple(shares)

@@ -97,7 +97,7 @@ def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any
     """Replace gradients that are None here but not in another process by zeros.
 
     Otherwise, the processes would all-reduce tensors of different lengths, and hang. Every process
-    has to call this.
+    has to call this. A gradient that is dense in any process becomes dense in all.
     """
     # Python code may choose weights by a process's own rows. Without the zeros, processes would sum
     # tensors of different lengths and wait for each other forever.
@@ -156,7 +156,10 @@ class PassGradient:
 
 
 class SharedSlices:
-    """Gathers the slices of sparse gradients from all processes, by sums of padded tensors."""
+    """Gathers the slices of sparse gradients from all processes, by sums of padded tensors.
+
+    Every process has to create it at the same point of the step.
+    """
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:
         self._gradients = gradients
@@ -206,7 +209,10 @@ class SharedGradients:
         self._slices: Any = None
 
     def prepare(self, group: Any) -> list[Any]:
-        """Return the tensors of this process that have to be summed over all processes."""
+        """Return the tensors of this process that have to be summed over all processes.
+
+        Every process has to call this.
+        """
         # dense gradients from the last layer to the first, as the backward pass computes them
         self._slices = SharedSlices(group, list(self._sparse.values()))
         return [*self._slices.own, *reversed(self._dense.values())]

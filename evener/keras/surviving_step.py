@@ -31,8 +31,8 @@ TOO_LONG = "larger than max"  # gRPC reports messages that are too long as Resou
 class SurvivingStep:
     """Training step that computes this process's rows in passes, and retries if memory runs out.
 
-    `limit` counts retries; with None, an error is raised at once. `report_retry` is called for each
-    retry.
+    `limit` holds the maximum rows per pass, which is halved for a retry; with None, an error is
+    raised at once. `report_retry` is called for each retry.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class SurvivingStep:
     def __call__(self, batches: Any) -> Any:
         """Train on the next batch and return the logs.
 
-        Raises DeviceError if memory runs out in the weight update, or with the smallest passes.
+        Raises DeviceError if memory runs out in the weight update, or 20 times in a row with the
+        smallest passes.
         """
         data = next(iter(batches))
         self._trace_graphs(getattr(batches, "element_spec", None), data)

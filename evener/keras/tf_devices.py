@@ -116,7 +116,7 @@ def driver_name(name: str) -> str | int:
 def make_logical_cpus(count: int) -> None:
     """Divide TensorFlow's CPU into `count` logical devices, unless it is divided already.
 
-    Raises DeviceError if TensorFlow has started.
+    Raises DeviceError if TensorFlow has started. Does nothing if `count` is below 2.
     """
     (cpu, *_) = tf.config.list_physical_devices("CPU")
     if count < 2 or tf.config.get_logical_device_configuration(cpu):

@@ -28,7 +28,8 @@ PLACES = re.compile(
 def first_line(error: Exception) -> str:
     """Return the line of an error's message that says what is wrong.
 
-    Lines that only say where the error was raised are skipped.
+    Lines that only say where the error was raised are skipped. If there are no other lines, the
+    result is the name of the error's class.
     """
     plain = re.sub(r"\x1b\[\d+m| ?\[Op:.*|\{\{.*?\}\} ?", "", str(error))
     lines = [re.sub(r"^\(\d+\) [A-Z_]+:", "", line.strip()).strip() for line in plain.splitlines()]

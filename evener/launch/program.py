@@ -303,7 +303,10 @@ def set_environment(settings: ProgramSettings) -> None:
 
 
 def read_notes(folder: Path) -> tuple[RankNote, ...]:
-    """Read what each rank of a program has reported, in the order of ranks."""
+    """Read what each rank of a program has reported, in the order of ranks.
+
+    Files that can't be decoded are skipped.
+    """
     notes = []
     for path in folder.glob("*.json"):
         with suppress(msgspec.DecodeError):

@@ -153,6 +153,7 @@ def find_broken(
     """Run a short computation on each device, and return the devices on which it failed.
 
     A check that takes over ten seconds counts as failed. A signal in `caught` ends the wait.
+    Devices whose check hasn't ended then count as broken.
     """
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS

@@ -68,7 +68,8 @@ class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Speed, bottlenecks and shares of a training run that has ended.
 
-    `of_plan` is the speed as a fraction of the plan's, 0 if unknown.
+    The first steps don't count. `of_plan` is the speed as a fraction of the plan's. 0 stands for an
+    unknown value.
     """
 
     run: str

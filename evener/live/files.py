@@ -192,7 +192,8 @@ def live_folders() -> tuple[Path, ...]:
 def file_name(pid: int, ticks: int, serial: int) -> str:
     """Return the name of a record's file.
 
-    `ticks` is the process's start time in clock ticks, and `serial` numbers its reporters.
+    `ticks` is the process's start time in clock ticks since boot, and `serial` numbers its
+    reporters.
     """
     return f"{pid}.{ticks}.{serial}.json"
 
@@ -243,7 +244,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def clean(text: object) -> str:
-    """Return text of limited length, with "?" in place of unprintable characters."""
+    """Return the first 200 characters of a text, with "?" in place of unprintable ones."""
     return "".join(sign if sign.isprintable() else "?" for sign in str(text)[:LONGEST_TEXT])
 
 

@@ -105,7 +105,10 @@ class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
 
 
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """Journal entry: training has ended, with the exception if it failed."""
+    """Journal entry: training has ended, with the exception if it failed.
+
+    A run that is killed or ended by Ctrl-C has no such entry.
+    """
 
     at: At
     failure: str = ""  # the exception's class and first line; empty: finished

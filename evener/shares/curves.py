@@ -34,7 +34,11 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a padded pass, as a polynomial in rows and length."""
+    """Seconds of a padded pass, as a polynomial in rows and length.
+
+    A pass of r rows padded to L tokens takes fixed_s + r * L * (per_token_s + per_token_length_s *
+    L) seconds.
+    """
 
     fixed_s: float
     per_token_s: float
@@ -215,7 +219,7 @@ class PassCurve(msgspec.Struct, frozen=True):
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return step times at which the curve bends or jumps, in seconds."""
+        """Return step times at which the curve bends or jumps, in seconds and ascending."""
         # at the knots of the single-pass curve, at shares in full passes, and at `ceiling` samples
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
         times = [

@@ -44,7 +44,10 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """Rows of the devices, as pairs of position and rows, and the step time in seconds."""
+    """Rows of the devices, as pairs of position and rows, and the step time in seconds.
+
+    The step time includes the gradient exchange.
+    """
 
     shares: tuple[tuple[int, int], ...]
     seconds: float
@@ -56,7 +59,7 @@ class Allocation(msgspec.Struct, frozen=True):
 
     @property
     def samples_per_second(self) -> float:
-        """Rows per second."""
+        """Rows per second; inf if the step time is 0."""
         return self.global_batch / self.seconds if self.seconds > 0 else math.inf
 
 
@@ -192,7 +195,8 @@ def single_best(
 ) -> Allocation | None:
     """Return the batch with the most samples/s on one device, the smallest if several tie.
 
-    Returns None if not even one quantum is allowed.
+    It is a multiple of `quantum` and at most `limit`. Returns None if not even one quantum is
+    allowed.
     """
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum:
@@ -215,7 +219,10 @@ def single_best(
 def single_reaching(
     device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return the smallest batch on one device that reaches `rate` samples/s, or None."""
+    """Return the smallest batch on one device that reaches `rate` samples/s, or None.
+
+    The batch is a multiple of `quantum` and at most `limit`.
+    """
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum or limit < rate * device.curve.seconds(quantum):
         return None  # unreachable even if the limit took only one quantum's time

@@ -41,7 +41,7 @@ def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = Fal
 
 
 def is_ratio(ratio: object) -> bool:
-    """Return True for a finite number of 0 or above."""
+    """Return True for a finite number of 0 or above; bools don't count."""
     try:
         return not isinstance(ratio, bool) and math.isfinite(ratio) and ratio >= 0  # type: ignore[arg-type, operator]
     except (TypeError, OverflowError):
@@ -73,7 +73,10 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 
 def whole_number(value: object) -> int | None:
-    """Return the value as an int, or None if it isn't an integer."""
+    """Return the value as an int, or None if it is a bool or not an integer.
+
+    Integers of NumPy and PyTorch count.
+    """
     if isinstance(value, bool):
         return None
     try:

@@ -25,7 +25,8 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
     """Return the bytes that the container's memory limit leaves, or None without a limit.
 
-    Cached files that the kernel can drop count as free.
+    Cached files that the kernel can drop count as free. If several limits apply, the smallest
+    remainder counts.
     """
 
     def remaining(folder: Path, version: int) -> float:
@@ -55,7 +56,10 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 
 
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the number of CPUs in the container's quota, such as 1.5, or None without a quota."""
+    """Return the number of CPUs in the container's quota, such as 1.5, or None without a quota.
+
+    If several quotas apply, the smallest counts.
+    """
 
     def quota(folder: Path, version: int) -> float:
         if version == 2:
@@ -129,7 +133,10 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
-    """Group logical CPUs by the physical core that they share."""
+    """Group logical CPUs by the physical core that they share.
+
+    If the topology is unknown, each CPU is its own group.
+    """
     wanted = sorted(set(cpus))
     groups: dict[tuple[int, ...], None] = {}
     for cpu in wanted:
@@ -194,7 +201,10 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
 
 
 def pin_threads(cores: Iterable[int]) -> None:
-    """Restrict all threads of this process to the given logical CPUs."""
+    """Restrict all threads of this process to the given logical CPUs.
+
+    Threads that they start later inherit this.
+    """
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)

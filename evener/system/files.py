@@ -64,7 +64,10 @@ def trusted_folder(folder: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder and its missing parents, accessible to this user alone."""
+    """Create a folder and its missing parents, accessible to this user alone.
+
+    An existing folder isn't changed.
+    """
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -110,7 +113,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that readers see either the old or the new content.
 
     Keeps the permissions of an existing file, and follows links. Raises RequestError if writing
-    fails.
+    fails. A pipe or a device such as /dev/stdout is written to directly.
     """
     with as_request_error(
         f"{path} can't be written", "Name a file in a folder that you may write to."

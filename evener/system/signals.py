@@ -45,7 +45,10 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Context manager: collect the SIGINT, SIGTERM and SIGHUP that arrive, in a list."""
+    """Context manager: collect the SIGINT, SIGTERM and SIGHUP that arrive, in a list.
+
+    They don't end the process meanwhile.
+    """
     caught: list[int] = []
     with handled_signals(caught.append):
         yield caught

@@ -141,7 +141,10 @@ def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
 
 
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
-    """Return the busy seconds and the seconds stolen by the hypervisor since boot, over `cores`."""
+    """Return the busy seconds and the seconds stolen by the hypervisor since boot, over `cores`.
+
+    Both are 0 if unknown.
+    """
     busy = stolen = 0
     names = {f"cpu{core}" for core in cores}
     with suppress(OSError, ValueError, IndexError):
@@ -219,9 +222,9 @@ def name_competitors(
 ) -> str:
     """Name the programs that used the most CPU between two readings, and how many cores.
 
-    `own_root` and its descendants aren't named, except for workers of the process `own`. The
-    container's quota and other virtual machines are named if they took much. Returns "" if nothing
-    did.
+    `own_root`, its parent and its descendants aren't named, except for workers of the process
+    `own`. The container's quota and other virtual machines are named if they took much. Returns ""
+    if nothing did.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:

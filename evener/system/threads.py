@@ -15,7 +15,8 @@ _LOOK_SECONDS = 0.001
 def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
     """Wait until all threads of this process named `name` sleep, and return True.
 
-    Returns False after `seconds` seconds. Without `/proc`, it waits 50 ms and returns True.
+    Returns False after `seconds` seconds. Without `/proc`, it waits 50 ms and returns True. Returns
+    True at once if there are no such threads.
     """
     if not _TASKS.is_dir():
         time.sleep(50 * _LOOK_SECONDS)

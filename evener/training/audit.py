@@ -120,7 +120,8 @@ def compare(
 ) -> GradientDifference | None:
     """Return the largest difference of two gradients beyond rounding, or None if they agree.
 
-    `repeats` are further computations of the reference, from which the rounding is estimated.
+    `repeats` are further computations of the reference, from which the rounding is estimated. The
+    result is also None if the reference isn't finite.
     """
     # Without `repeats`, the allowed rounding is the `floor` for the tensor's type, or more if the
     # tensor's gradient is very small beside the largest one. With `repeats`, it is at least SAFETY
@@ -338,7 +339,10 @@ class Audits:
         return self.decide_by(difference is not None)
 
     def decide_by(self, differs: bool) -> Action:
-        """Return what to do after an audit; `differs` is True if the gradients differ."""
+        """Return what to do after an audit; `differs` is True if the gradients differ.
+
+        From step 65 on, a difference counts only if the next step's audit finds one, too.
+        """
         confirmed, self._confirms = self._confirms, False
         if not differs:
             return Action.GO_ON
@@ -484,7 +488,8 @@ def find_unequal(
     """Return the first buffer or loss input that differs between ranks, with its extreme values.
 
     `every` has the values of each rank by name. Returns None if all agree up to the relative
-    difference `near`.
+    difference `near`. If ranks have different numbers of values, the first and the last rank's
+    number are returned instead.
     """
     # `every` has, for each rank, a few values for each buffer and for each number that enters the
     # loss. Only names that all ranks have are compared.

@@ -90,7 +90,10 @@ def restart_reason() -> str:
 
 
 def find_host(hosts: Iterable[str]) -> str:
-    """Return this machine's name among `hosts`, or "" if none or several of them match."""
+    """Return this machine's name among `hosts`, or "" if none or several of them match.
+
+    The variable EVENER_HOST has priority.
+    """
     names = set(filter(None, hosts))
     if not names or HOST in os.environ:
         return os.environ.get(HOST, "") if names else ""

@@ -51,7 +51,8 @@ class MemoryPeaks:
     def most_rows(self, capacity_bytes: float, left: float) -> int:
         """Return the rows per pass that are predicted to fit, 0 without measurements.
 
-        `left` is the fraction of `capacity_bytes` to keep free.
+        `left` is the fraction of `capacity_bytes` to keep free. The result is at least the rows of
+        the largest measured pass.
         """
         # the largest recorded pass has fit in memory
         if not self._peaks:

@@ -33,7 +33,10 @@ class Sample(NamedTuple):
 
 
 class NoiseScale(msgspec.Struct, frozen=True):
-    """Gradient noise scale in rows, with a 95 % interval."""
+    """Gradient noise scale in rows, with a 95 % interval.
+
+    `high` is ENDLESS if the batch is too small for an upper bound.
+    """
 
     rows: Rows  # ENDLESS if the signal isn't above 0
     low: Rows

@@ -59,7 +59,10 @@ def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
 
 
 def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float, ...]:
-    """Return each pass's weight in the batch's mean loss; 1 for a batch without rows."""
+    """Return each pass's weight in the batch's mean loss; 1 for a batch without rows.
+
+    `total` is the number of rows in the batch, by default the sum of `sizes`.
+    """
     # the total mean loss is the mean over `total` rows
     rows = sum(sizes) if total is None else total
     return tuple(own / rows if rows else 1.0 for own in sizes)
@@ -164,9 +167,10 @@ class PassLimit:
             )
 
     def halve(self, rows: int, least: int, others_bytes: int = 0) -> int:
-        """Halve the rows per pass, but not below `least`, and return the new limit.
+        """Halve the rows of a pass that ran out of memory, and return the new limit.
 
-        `others_bytes` is the device memory that other processes hold, in bytes.
+        `rows` are the rows of that pass; the limit isn't below `least`. `others_bytes` is the
+        device memory that other processes hold, in bytes.
         """
         # if others hold 1 GiB or more, `begin_batch` later checks whether they have freed memory
         self.most = max(least, rows // 2)
@@ -188,7 +192,8 @@ class _Range(NamedTuple):
 class PassQueue:
     """The passes of one batch that a rank still has to compute.
 
-    `sizes` are the rows of the plan's passes; `limit` may divide them further.
+    `sizes` are the rows of the plan's passes; `limit` may divide them further. Call either
+    `complete` or `retry` after each pass that `take` returns.
     """
 
     def __init__(self, sizes: Sequence[int], limit: PassLimit) -> None:

@@ -219,7 +219,8 @@ class Rebalancer:
         - `step_s`: time of a step in seconds; 0 if unknown.
         - `fewest`: minimum number of windows before a change; 0 excludes changes.
 
-        Returns None if the shares stay.
+        Returns None if the shares stay. A window is ignored if `rows` aren't the current shares.
+        New shares apply to the windows that follow.
         """
         start, self._next_step = self._next_step, step + 1
         known = all(0 < own < math.inf for own in own_work_s)
@@ -554,6 +555,8 @@ def advise(
     passes: bool = True,
 ) -> Advice | None:
     """Return faster shares by the ranks' compute times, or None if the gain is below 2 %.
+
+    The result is also None if no shares fit in memory.
 
     - `own_work_s`: compute time of each rank in seconds.
     - `step_s`: time of a step in seconds; 0 if unknown.

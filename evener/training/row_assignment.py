@@ -251,7 +251,8 @@ Passes = tuple[tuple[tuple[int, ...], ...], ...]
 class RowAssignment(msgspec.Struct, frozen=True):
     """Rows of each rank's passes, with each rank's predicted seconds and token counts.
 
-    `padded` counts tokens with padding, `tokens` without.
+    `padded` counts tokens with padding, `tokens` without. `passes` lists, for each rank and pass,
+    the indices of its rows in the batch.
     """
 
     passes: Passes
@@ -271,7 +272,10 @@ class RowAssignment(msgspec.Struct, frozen=True):
 
 
 class RowAssigner(msgspec.Struct, frozen=True):
-    """Divides batches whose rows have unequal lengths among the ranks."""
+    """Divides batches whose rows have unequal lengths among the ranks.
+
+    The result depends only on the rows' lengths, so it is the same on every rank.
+    """
 
     ranks: tuple[RankCost, ...]
     ratios: tuple[float, ...]  # ratios of the ranks' rows if all rows are equally long
@@ -280,7 +284,8 @@ class RowAssigner(msgspec.Struct, frozen=True):
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
         """Assign the rows of a batch to ranks and passes, so that all ranks finish together.
 
-        `lengths` are the rows' lengths in tokens.
+        `lengths` are the rows' lengths in tokens. Each rank gets at least one row if there are
+        enough.
         """
         # If all rows are equally long, they are assigned in their order, by the ratios of the
         # shares. Otherwise they are sorted first, to put rows of similar length into a pass: a pass

@@ -41,8 +41,9 @@ class RunningSums:
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
         """Add the times of one step, or of a part of one, in the order of StepSums' fields.
 
-        `seconds` is their total. `own_s` is the duration that `take_quick` uses, by default
-        `seconds`.
+        The first field, the number of steps, is 0 if the step hasn't ended. `seconds` is the total
+        of the times. `own_s` is the duration that `take_quick` uses, by default `seconds`; give it
+        if the times were scaled up for steps that weren't timed.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
