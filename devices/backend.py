@@ -1,8 +1,8 @@
-"""The interface of a backend, which implements one kind of devices.
+"""The interface of a backend, the code that supports one kind of devices.
 
-There are backends for NVIDIA GPUs, CPU slices and simulated devices. Their common parts are here.
-One selects devices by the rules of CUDA_VISIBLE_DEVICES, which other makers' variables follow too.
-Another reads a device's vitals, which reveal whatever can spoil a measurement: throttling, memory
+There are backends for NVIDIA GPUs, CPU slices and simulated devices. This module also holds what
+they share: `visible_devices` and `choose_devices` select devices by the rules of
+CUDA_VISIBLE_DEVICES, and `VitalsWatch` reads whatever can spoil a measurement: throttling, memory
 that other programs use, or a driver that stops answering. docs/architecture.md, "To add a maker of
 devices", lists what a new maker needs.
 """
@@ -79,7 +79,7 @@ def choose_devices(
 def pick_device(devices: Sequence[Device], pick: str) -> Device:
     """Return the device with this index, UUID, or beginning of a UUID.
 
-    Raises RequestError if there is none, or if several UUIDs begin so.
+    Raises RequestError if there is none, or if several UUIDs have this beginning.
     """
     found = _matching(devices, pick)
     if len(found) == 1:
@@ -184,7 +184,7 @@ class VitalsWatch:
         return True
 
     def answer(self, until: float = 0.0) -> Vitals:
-        """Return the latest vitals, after waiting for a running reading until `until` at most.
+        """Return the latest vitals. Waits for a running reading, but only until `until`.
 
         `until` is in monotonic seconds.
         """
@@ -199,7 +199,7 @@ class VitalsWatch:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the driver was asked for the running reading; 0 if none is running."""
+        """How many seconds the running reading has taken so far; 0 if none is running."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 

@@ -111,7 +111,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return max(0.0, min(*begins, self.curve[-1][1]))
 
     def seconds(self, batch: int, passes: int = 1) -> float:
-        """Return the seconds of a step of `batch` rows, divided into `passes` passes.
+        """Return the seconds of a step of `batch` rows in `passes` gradient-accumulation passes.
 
         Noise, compute limits and contention aren't included; an empty batch takes no time.
         """
@@ -309,9 +309,9 @@ class Machine(msgspec.Struct, frozen=True):
     def part_bytes(self, position: int, rows: int, part: float, in_passes: bool = False) -> int:
         """Return the bytes that a device needs if it holds a fraction `part` of the state.
 
-        `rows` is the number of rows of a pass. Without gradient accumulation (`in_passes` is
-        False), gradients and activations don't exist at the same time. Raises `ValueError` if the
-        machine's model can't be sharded.
+        `rows` is the number of rows of one gradient-accumulation pass. With a single pass per step
+        (`in_passes` is False), gradients and activations don't exist at the same time, which saves
+        memory. Raises `ValueError` if the machine's model can't be sharded.
         """
         shards = self.shards
         if shards is None:

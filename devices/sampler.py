@@ -60,10 +60,10 @@ class Sampler:
         )
 
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
-        """Set the load of simulated devices: device id -> (samples/s, rows of each pass).
+        """Set the load of simulated devices: device id -> (samples/s, rows per pass).
 
-        If the samples/s are None, the device works without pauses. Devices that aren't in the
-        mapping become idle. Has no effect on real devices.
+        A pass is a gradient-accumulation pass. If the samples/s are None, the device works without
+        pauses. Devices that aren't in the mapping become idle. Has no effect on real devices.
         """
         if isinstance(self.source, SimulatedSource):
             for position, device in enumerate(self.source.devices()):

@@ -313,7 +313,7 @@ class SimulatedSource:
     def set_load(
         self, position: int, samples_per_second: float | None = 0.0, share: int = 0
     ) -> None:
-        """Set the load of a device: its throughput, and the rows of each pass.
+        """Set a device's samples/s, and the rows of each of its gradient-accumulation passes.
 
         If `samples_per_second` is None, the device works without pauses. The defaults make it idle.
         """
@@ -340,7 +340,7 @@ class SimulatedSource:
         """Do nothing: no resource is held."""
 
     def _make_load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
-        """Return the load of a device that computes passes of `share` rows at this throughput."""
+        """Return the load of a device that trains at this throughput in passes of `share` rows."""
         physics = self.machine.devices[position]
         busy = 0.0
         if samples_per_second and share:

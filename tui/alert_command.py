@@ -13,7 +13,7 @@ LIMIT_SECONDS = 60.0
 
 
 def start_command(command: str, alert: Alert) -> str:
-    """Start `command` for `alert` in the background, and return "" or why it couldn't start.
+    """Start `command` for `alert` in the background; return an error message, or "".
 
     The command runs without a shell, in a session of its own, and with its streams on /dev/null. It
     finds the alert in the environment variables EVENER_ALERT (kind), EVENER_ABOUT (device or

@@ -26,7 +26,7 @@ COOL = "SIM:0 has cooled down: its rows come back. Now with your own model: even
 
 
 class DemoApp(EvenerApp):
-    """The app as a guided demo: a result, a replay of its search, then training by its plan."""
+    """The app as a guided demo: a search and its result, a replay of it, then a training run."""
 
     def __init__(self, **options: Any) -> None:
         self._cards = TrainingSource()

@@ -49,9 +49,10 @@ def settings_path() -> Path:
 
 
 def load_settings(path: Path) -> tuple[Settings, str]:
-    """Read the settings file; return the settings, and why the file was ignored or "".
+    """Read the settings file. Return the settings, and an error message or "".
 
-    A missing file gives the defaults. So does an unreadable or invalid one, with a reason.
+    A missing, unreadable or invalid file gives the default settings; only a missing one is no
+    error.
     """
     try:
         text = path.read_text(encoding="utf-8")

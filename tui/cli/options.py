@@ -134,6 +134,6 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
 
 def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
-    """Sort key of options in `--help`: by group, with the seed and pace last."""
+    """Return the sort key of an option in `--help`: by group, with the seed and pace last in it."""
     (option,) = parameter.annotation.__metadata__
     return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")

@@ -33,7 +33,7 @@ class OutputError(RequestError):
 
 
 class _GuardedFile(io.FileIO):
-    """Standard stream that ignores failed writes, apart from the first one if `raises`."""
+    """Standard stream that ignores failed writes. If `raises`, the first failure does raise."""
 
     def __init__(self, descriptor: int, raises: bool) -> None:
         # if `raises`, the first failed write raises ReaderGoneError or OutputError
@@ -42,7 +42,7 @@ class _GuardedFile(io.FileIO):
         self._is_terminal = os.isatty(descriptor)  # unknown after a hang-up
 
     def write(self, data: object) -> int:
-        """Write `data` and return its size in bytes, also if the write failed and is ignored.
+        """Write `data` and return its size in bytes, even if the write fails.
 
         Raises ReaderGoneError or OutputError at the first failure, if `raises` was set.
         """

@@ -68,7 +68,7 @@ class ContinueDialog(FieldDialog):
 def errors_file(run: str) -> Path | None:
     """Return the file with the errors of a run's probe processes, or None if there is none.
 
-    For "", it is the file of the last measurement that belonged to no run.
+    If `run` is "", this is the file of the last measurement made outside a run.
     """
     with suppress(EvenerError):
         path = runs.errors_path(run) if run else error_file()
@@ -135,7 +135,7 @@ class SaveDialog(FieldDialog):
     """Dialog that asks for a file name and writes a document.
 
     - `what`: the document, such as "plan".
-    - `name`: the file name to begin with.
+    - `name`: the suggested file name.
     - `endings`: the file name endings to accept.
     - `save`: writes the file; called in a thread.
     - `next_step`: returns what to do with the file, for the message at the end, or "".

@@ -1,4 +1,4 @@
-"""The dialog at the first start."""
+"""The dialog that welcomes the user when the app starts for the first time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT_ROWS = 2  # most lines of a way's description
 
 
 class StartChoice(NamedTuple):
-    """A way to begin: its key, title and description."""
+    """An entry of the welcome dialog: its key, title and description."""
 
     key: str
     title: str
@@ -30,7 +30,7 @@ class StartChoice(NamedTuple):
 
 
 class StartChoices(Lines):
-    """List of ways to begin, chosen by arrow keys and Enter or by a click."""
+    """List of the welcome dialog's entries, chosen by arrow keys and Enter or by a click."""
 
     can_focus = True
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -83,7 +83,7 @@ class StartChoices(Lines):
 
 
 class WelcomeDialog(Dialog[str]):
-    """Dialog at the first start; it returns the key of the chosen way to begin, or None.
+    """Dialog at the first start; it returns the key of the chosen entry, or None.
 
     "b" balances a model, "w" watches what trains now, and "d" shows the demo.
     """
@@ -135,7 +135,7 @@ class WelcomeDialog(Dialog[str]):
 
 
 def write_activity(snapshot: Snapshot | None) -> str:
-    """Describe in a sentence the training on the devices now, or how to begin."""
+    """Describe the training runs on the devices now or, without any, how to start one."""
     reports = snapshot.reports if snapshot is not None else ()
     trainings = {report.training or str(report.pid) for report in reports}
     if len(trainings) == 1:

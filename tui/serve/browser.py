@@ -42,7 +42,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SilentConnections:
-    """Connections without a valid request yet: at most 64, each for up to 10 seconds."""
+    """Connections that haven't sent a valid request: at most 64, each for up to 10 seconds."""
 
     def __init__(self) -> None:
         self._ends: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # oldest first

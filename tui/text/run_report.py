@@ -92,7 +92,7 @@ def _find_frontier(end: Finished | None) -> Sequence[Point]:
 
 
 def _label(device: Device) -> str:
-    """Return a device's label, with its limit of cores and memory if it has one."""
+    """Return a device's label, followed by "@" and its compute or memory limit if it has one."""
     limit = plain(write_limit(device.limit), 32)
     return f"{device.label} @{limit}" if limit else device.label
 

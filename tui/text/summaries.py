@@ -172,7 +172,7 @@ def outcome_name(seen: Observation) -> str:
 
 
 def share_text(layout: Layout, device: int) -> str:
-    """Return the rows of a device, with those of a pass if it takes several."""
+    """Return a device's rows per step, and per gradient-accumulation pass if there are several."""
     # A device without rows only holds a part of the model's state.
     if not layout.shares[device]:
         return STATE_ONLY
@@ -181,7 +181,7 @@ def share_text(layout: Layout, device: int) -> str:
 
 
 def layout_text(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
-    """Return a layout's devices with their shares, and its options, in at most `most` words."""
+    """Describe a layout in at most `most` parts: its devices with their shares, and options."""
     words = [f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
         words.insert(0, f"{layout.processes} x")
@@ -319,7 +319,7 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
 
 
 def write_part(share: Share) -> str:
-    """Return a share's rows, or that the device holds state only or is left out."""
+    """Return a share's rows as text; without rows, "left out" or that it holds state only."""
     if share.batch:
         return write_share(share.batch, share.micro)
     return STATE_ONLY if share.state else "left out"

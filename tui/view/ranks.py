@@ -179,7 +179,7 @@ def find_causes(
     processes: Sequence[ProcessSample],
     missing: int = 0,
 ) -> tuple[Cause, ...]:
-    """Return the causes of slowness: silent ranks, limits of the steps, heat, other processes.
+    """Return why a training run is slow: silent ranks, step time, heat, other processes.
 
     - `judged`: the analysis of its steps.
     - `processes`: all processes on the devices.
@@ -266,13 +266,13 @@ def _waiting_for_it(others: bool) -> str:
 
 
 def _silence_kind(row: RankRow) -> str:
-    """Return the kind of limit that explains the silence, or `SILENT`."""
+    """Return the kind of limit that a silent rank's part of a step belongs to, or `SILENT`."""
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return how far a silent rank has come, to compare it with others."""
+    """Return a silent rank's batch and part of a step, to find the rank that is furthest behind."""
     # A rank requests its next batch either before or after its work between steps. So these two
     # parts of a step count as equally far.
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))

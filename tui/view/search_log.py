@@ -42,7 +42,7 @@ class LogRow(msgspec.Struct, frozen=True):
 
     @property
     def seen(self) -> Observation:
-        """The measurement."""
+        """The measurement that this row shows."""
         return self.entry.seen
 
 

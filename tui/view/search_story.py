@@ -37,7 +37,7 @@ def phase_of(stage: Stage) -> Phase:
 
 
 def current_phase(state: SessionState) -> Phase:
-    """Return the part of the search that is running: alone, split, race or check."""
+    """Return the phase of the search: of the probe that is running, else of the last one."""
     if state.running:
         return phase_of(state.running[-1].probe.stage)
     return phase_of(state.seen[-1].seen.probe.stage) if state.seen else "alone"
@@ -209,7 +209,7 @@ def best_chart(state: SessionState) -> Chart:
 def _best_series(
     state: SessionState, label: str, tone: Tone, points: Sequence[BestPoint], end: float
 ) -> Series:
-    """Return a series of steps that lasts until `end`."""
+    """Return the best samples/s over time as a step-shaped curve that extends to the time `end`."""
     steps: list[tuple[float, float]] = []
     for place, each in enumerate(points):
         until = points[place + 1].at_seconds if place + 1 < len(points) else end

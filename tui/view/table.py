@@ -95,7 +95,7 @@ def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
 
 
 def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Order:
-    """Return the order after the user has chosen a column.
+    """Return the new sort order of a table after the user has chosen the column `key`.
 
     Choosing the same column again reverses the order; a new column of numbers begins with the
     largest.

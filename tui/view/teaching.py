@@ -1,4 +1,4 @@
-"""Help on empty screens: how to begin, and how a search works."""
+"""Help on empty screens: first steps, and an explanation of how a search works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Step(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """The text of an empty table, and ways to begin."""
+    """The text of an empty table, with keys and commands to start with."""
 
     nothing: str
     steps: tuple[Step, ...] = ()

@@ -229,7 +229,7 @@ def _draw_graph(
 
 
 def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, row: int) -> Tone:
-    """Return the tone of a graph's row."""
+    """Return the tone of one row of a graph; high temperatures have a warning tone."""
     # In a graph of temperatures, a row has the tone of a warning if its temperature calls for one.
     height = (rows - row) / rows
     if metric.field == "temperature_celsius":

@@ -302,7 +302,7 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """If no cause was found, describe how small the usual ones are."""
+    """Say that no cause was found, and how little of a step each part takes at most."""
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training reports no parts of its steps."

@@ -129,7 +129,7 @@ class Lines(UsesApp, Widget):
         return rows
 
     def _rows_to_reuse(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """Keep drawn rows for reuse, or return None if that isn't possible."""
+        """Return drawn rows for reuse, or None if filters or cropping have changed them."""
         top, right, bottom, left = self.gutter
         # a part is hidden, or filters change the colours
         lines = range(top, crop.height - bottom)

@@ -112,7 +112,7 @@ class ListPanel(Lines, Generic[RowT]):
             self._note_cursor()
 
     def _note_cursor(self) -> None:
-        """Remember the row under the cursor."""
+        """Remember which row is under the cursor, to find it again when rows move."""
         self._under_cursor = self.identity(self.chosen) if self.chosen is not None else None
 
     def action_page(self, pages: int) -> None:
@@ -231,7 +231,7 @@ class SortedPanel(ListPanel[RowT]):
 
 
 class Ticks(ListPanel[tuple[str, str]]):
-    """List of entries with boxes to tick; `single` keeps exactly one of them ticked."""
+    """List of entries with check boxes; with `single`, always exactly one is ticked."""
 
     HEADING_ROWS = 0
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -281,7 +281,7 @@ class Ticks(ListPanel[tuple[str, str]]):
         return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor; a single tick moves with it."""
+        """Move the cursor by `rows`; with `single`, the tick moves along."""
         super().action_move(rows)
         if self._single and self.count and self.ticked != frozenset({self.cursor}):
             self.action_tick()
@@ -342,7 +342,7 @@ class OneOf(Lines):
         )
 
     def action_change(self, steps: int) -> None:
-        """Choose the word `steps` further on; the first follows the last."""
+        """Move on by `steps` words; after the last word comes the first."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()
