@@ -255,7 +255,7 @@ class Rebalancing:
     def _decide_shares(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
-        """Decide after a measurement window whether shares change, and return whether they do."""
+        """Change the shares if the measurements call for it; return whether they changed."""
         before = self._training.ranks.batches
         if self._rule is None:
             self._rule = self._make_rule()

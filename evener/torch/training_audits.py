@@ -99,7 +99,7 @@ OTHER_NUMBERS = (
 
 
 class RankVerdict(msgspec.Struct):
-    """What one rank's audit has found, as it is sent to the other ranks."""
+    """Result of one rank's audit, as it is sent to the other ranks."""
 
     message: str = ""  # describes a difference, if any
     remedy: str = ""
@@ -222,7 +222,7 @@ class TrainingAudits:
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
-        """From now on, compare unequal shares with equal shares instead of with a single device.
+        """Compare unequal shares with equal shares from now on, not with a single device.
 
         This is for scripts that would train with equal shares without evener. If gradients differ,
         `go_even` is called with a message, on every rank in the same step.
@@ -237,7 +237,7 @@ class TrainingAudits:
         return self._go_even is not None
 
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
-        """Run an audit; return how gradients differ or why they can't be compared, or "".
+        """Run an audit; return how gradients differ or why it failed, or "" if they agree.
 
         `find` runs the audit, or returns None if there is nothing to compare.
         """
@@ -266,11 +266,11 @@ class TrainingAudits:
         function: Callable[..., Any],
         holders: Sequence[Any] = (),
     ) -> None:
-        """After a library's trainer has computed a batch, audit its loss if that is due.
+        """After a library's trainer has computed a batch, audit its loss if an audit is due.
 
         Arguments:
 
-        - `find`: runs the audit, given whether it is the first.
+        - `find`: runs the audit; its argument is whether this is the first audit.
         - `function`: the loss function; if its variables change, an audit is due.
         - `holders`: objects whose attributes are watched for changes, too.
 
@@ -805,7 +805,7 @@ class TrainingAudits:
         return verdict
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
-        """Return a verdict if ranks have different gradients of the same rows, or None."""
+        """Return a verdict if ranks computed different gradients of the same rows; else None."""
         # for a difference that may come from rounding, the next audits measure rounding
         if len({each.rows for each in every}) > 1:
             return None

@@ -28,8 +28,8 @@ _FOREIGN = {
 def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
     """Save the state that a function can change, and return a function that restores it.
 
-    This covers its variables, the global ones that it names, and the objects and random generators
-    in them. For None, nothing is saved.
+    The state includes closure variables and the global variables that the function names, with
+    objects and random generators in them. For None, nothing is saved.
     """
     kept = _SavedValues()
     kept.look_at(function, DEPTH)

@@ -45,7 +45,7 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 
 
 class GradientSketcher:
-    """Computes gradients for audits, and reduces each to a few random sums, its sketch.
+    """Computes gradients for audits, and reduces each gradient to a sketch, a few random sums.
 
     Arguments:
 

@@ -200,7 +200,7 @@ def draw_equal_rows(
 
 
 def _fixed_instead_of_random(draw: _Draw) -> Any:
-    """Return a fixed result for a permutation, dropout or a dropout mask; None for others."""
+    """Return a fixed result for a permutation or dropout; None for other operations."""
     # A permutation moves each entry to the place before it. Dropout keeps all values. A mask from
     # bernoulli_(1 - p) is filled with 1 - p, if that is at least 0.5. If rows are mixed with others
     # of their batch, as by mixup, the permutation gives a row other partners in a part than in the
@@ -219,7 +219,7 @@ def _fixed_instead_of_random(draw: _Draw) -> Any:
 
 
 def _draw_by_arguments(draw: _Draw) -> Any:
-    """Return a fixed result for a distribution with tensors as parameters; None for others."""
+    """Return a fixed result for a distribution whose parameters are tensors, else None."""
     # parameters, such as means, may differ from row to row
     if draw.name in _DISTRIBUTIONS and not isinstance(draw.arguments[0], float):
         return _DISTRIBUTIONS[draw.name](*draw.arguments)

@@ -314,9 +314,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return sorted(places)
 
     def _find_computing_calls(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
-        """Return the indices of the recorded calls that a tensor depends on.
+        """Return the indices of the recorded calls that a tensor depends on, and two flags.
 
-        The other results are whether it depends on the batch, and whether all of these calls are
+        The flags are whether the tensor depends on the batch, and whether all of these calls are
         known.
         """
         places: set[int] = set()

@@ -86,7 +86,7 @@ def audit_record(
 
 
 class _Interpretations:
-    """Audits the same rows under several assumptions on which constants in the loss count rows."""
+    """Audits the same rows under different assumptions about which constants are row counts."""
 
     # An assumption says which numbers in the record are counts of rows. The rows are the same.
 

@@ -362,9 +362,9 @@ def _plain(name: str) -> str:
 
 
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
-    """Return all trained tensors by name: the models' parameters, and others of optimizers.
+    """Return all trained tensors by name: models' parameters, and further ones of optimizers.
 
-    The others are named by index and shape.
+    Tensors of optimizers are named by index and shape.
     """
     # A parameter has its name in the model. If there are several models, the model's number,
     # counted from 1, is appended.

@@ -427,9 +427,9 @@ class StepTimer:
             self._cpu.note_gradients()
 
     def note_sent(self) -> None:
-        """Record whether the GPU was still computing when the host had sent the last gradients.
+        """Record if the GPU is still computing now that the host has sent the last gradients.
 
-        If it wasn't, the GPU may have waited for the host.
+        If it isn't, the GPU may have waited for the host.
         """
         # a GPU that isn't behind may be waiting for the host to launch kernels
         if self._on_host or not self._timed or not math.isnan(self._clock.computed()):
@@ -438,9 +438,9 @@ class StepTimer:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
 
     def note_enqueued(self) -> None:
-        """Record whether the GPU was still computing when the host had queued the backward pass.
+        """Record if the GPU is still computing now that the host has queued the backward pass.
 
-        If it wasn't, the GPU may have waited for the host.
+        If it isn't, the GPU may have waited for the host.
         """
         # A GPU that ends the pass within ENDS_SECONDS was waiting for the host. The host waits
         # here, so only batches whose CPU times are measured are examined.
@@ -773,9 +773,10 @@ class StepTimer:
         return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """Return the median times of the last steps in seconds, or 0 where unknown.
+        """Return medians over the last steps, in seconds, or 0 where unknown.
 
-        The first result has the compute and waiting time, the second the whole step's times.
+        The first result has compute and waiting time, the second the times of input, of the whole
+        step and between steps.
         """
         steps = self.last()
         own, waiting, inputs, times, between = (
@@ -933,7 +934,7 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Estimate the seconds of a validation's last batch, as the mean of the others."""
+    """Estimate how long a validation's last batch took, as the mean of its other batches."""
     return others_s / (batches - 1) if batches > 1 else 0.0
 
 

@@ -40,10 +40,7 @@ _kept_groups: list[Any] = []  # references to process groups, held until the int
 
 
 class ExitNote(msgspec.Struct, frozen=True):
-    """What a rank tells the others when its process ends: its error, and its progress.
-
-    It is written to the process group's store.
-    """
+    """What a rank writes to the process group's store as it ends: its error, and its progress."""
 
     error: str | None = None  # its error; "" if it had no error, None if it wrote no note
     batches: int = 0  # number of batches that it has begun

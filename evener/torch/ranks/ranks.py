@@ -99,9 +99,14 @@ def visible_gpus() -> dict[str, int]:
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
     """Return the device on which this process trains.
 
-    It is the CPU for a share on a CPU. Otherwise it is the first of these: the plan's GPU, if its
-    UUID is in `gpus` (indices by UUID); the GPU whose index is the local rank; the CPU. Raises
-    DeviceError if the plan has a GPU, and neither GPU is there.
+    For a share on a CPU, this is the CPU. Otherwise the first of these that exists is chosen:
+
+    - the plan's GPU, found by its UUID in `gpus` (indices by UUID),
+    - without a plan, the only GPU that the launcher lets this process see,
+    - the GPU whose index is the local rank,
+    - the CPU, if the plan doesn't require a GPU.
+
+    Raises DeviceError if the plan's GPU is missing and no GPU has the local rank's index.
     """
     if share is not None and is_cpu(share):
         return torch.device("cpu")

@@ -70,7 +70,7 @@ class StopSignal:
         return self._agreed
 
     def _check_all(self) -> None:
-        """Find out if any rank has the signal, and agree with all on the step of the next check."""
+        """Ask all ranks if any has received SIGTERM, and agree on the step of the next check."""
         now = time.monotonic()
         step_seconds = max(now - self._checked_at, 1e-9) / self._steps_between
         steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(CHECK_SECONDS / step_seconds)))

@@ -286,7 +286,7 @@ class Sharded:
     def arm(self, batch: Any) -> None:
         """Prepare for the backward pass that has just begun.
 
-        `batch` is the batch whose outputs it has reached. Raises RequestError with
+        `batch` is the batch of the outputs at which it began. Raises RequestError with
         `create_graph=True`.
         """
         # once per backward pass; for further outputs, only record that it has reached them
@@ -339,13 +339,13 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Hook: a gradient of one of the unit's parameters was computed."""
+        """Gradient hook: note that a unit has a new gradient to send."""
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """Hook: a gradient of an unsharded parameter was computed."""
+        """Gradient hook of unsharded parameters: prepare for the backward pass that has begun."""
         if self._task is None:
             self.arm(self._batch)
 

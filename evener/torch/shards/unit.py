@@ -50,9 +50,9 @@ def _find_outermost(
     takes: Callable[[Any], bool],
     enters: Callable[[Any], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield names and modules that `takes` accepts; modules inside those are skipped.
+    """Yield names and modules that `takes` accepts, without searching inside them.
 
-    `enters` tells which other modules to search.
+    `enters` returns whether to search inside a module that `takes` doesn't accept.
     """
     # `name` is the prefix of the names, such as "encoder."; other modules are searched if `enters`
     # says so

@@ -35,9 +35,9 @@ def count_gathered(
 ) -> int:
     """Estimate the peak bytes that a rank needs besides its shards and its activations.
 
-    These are gathered parameters, gradients on their way and unsharded parameters. `received` is
-    the bound on received gradients from `bound_received`, or None if gradients are reduced in the
-    dtype of the shards.
+    They hold gathered parameters, gradients that are being reduced, and unsharded parameters.
+    `received` is the bound on received gradients from `bound_received`, or None if gradients are
+    reduced in the dtype of the shards.
     """
     # an embedding is freed before its gradients are reduced, so its parameters don't count then
     parameters = find_parameters(model, units)

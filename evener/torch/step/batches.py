@@ -47,7 +47,7 @@ class TakenBatch:
     def can_share_backward(self, other: TakenBatch) -> bool:
         """Return whether one backward pass may contain losses of both batches.
 
-        They need the same weights, and so do the last batches of their epochs.
+        Both batches, and the last batches of their epochs, have to give ranks the same weights.
         """
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
@@ -156,7 +156,7 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that `data` comes from, or None if all possible ones weigh the same.
+        """Return the batch that `data` comes from, or None if every possible one would do.
 
         Raises RequestError if batches with different weights are possible.
         """
@@ -191,9 +191,9 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """Return whether any of the possible batches may be chosen.
+    """Return whether any of the possible batches would do, because weights are the same.
 
-    That is so if they and the batches after them have the same weights.
+    The weights of later batches then have to be the same, too.
     """
     # Then all batches give each rank the same weight, and the choice doesn't affect later batches.
     # `epochs` is the number of epochs that the batches may be from.
@@ -228,7 +228,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """Return whether all batches of these loops give each rank the same weight."""
+    """Return whether all batches in these loops give ranks the same weights."""
     # the current batch may be from any of them
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for epoch in epochs for batch in epoch.batches):

@@ -290,7 +290,7 @@ class PassState:
     def is_changed(self) -> bool:
         """Return whether repeating the pass might give other results.
 
-        That is so if it uses BatchNorm, has drawn random numbers or has changed buffers.
+        It might if the pass uses BatchNorm, has drawn random numbers or has changed buffers.
         """
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()

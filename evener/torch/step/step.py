@@ -198,12 +198,12 @@ class Passes:
         begins: bool = True,
         move: bool = True,
     ) -> Iterator[Part]:
-        """Yield the parts; a part that runs out of memory comes again in smaller pieces.
+        """Yield the parts to compute; if one runs out of memory, yield its rows in smaller ones.
 
         Arguments:
 
         - `models`: models whose gradients are all-reduced in the last part only.
-        - `exchanges`: the objects that all-reduce their gradients; without any, another
+        - `exchanges`: objects that all-reduce their gradients. If there are none, another
           library does, and no pass can be computed again.
         - `begins`: whether the parts begin a new batch.
         - `move`: whether to move tensors to the device.

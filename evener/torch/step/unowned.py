@@ -54,7 +54,7 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of an optimizer's parameters that a module owns.
+        """Return the parameters that a module owns.
 
         Raises RequestError if gradients of the others were neither summed over ranks nor equal on
         all ranks.
@@ -250,7 +250,7 @@ def _trained_by(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _owned_by(modules: Iterable[Any]) -> set[int]:
-    """Return the ids of the parameters that are registered in these modules themselves."""
+    """Return the ids of the modules' own parameters, without their submodules'."""
     return {id(each) for module in modules for each in vars(module).get("_parameters", {}).values()}
 
 

@@ -153,11 +153,10 @@ class BatchWeights(BatchTracker):
         self._shape = shape
 
     def exchange_gradients(self, model: Any) -> list[Exchange]:
-        """Return the exchange that all-reduces a model's gradients and can undo a failed pass.
+        """Return the exchange that all-reduces a model's gradients, in a list.
 
-        It is the only item of a list; the list is empty if there is none, because another library
-        sums the gradients. Raises RequestError if a noise scale is measured and another library
-        sums the gradients.
+        It makes it possible to undo a failed pass. The list is empty if another library sums the
+        gradients; RequestError is raised if a noise scale is measured then.
         """
         # with a single rank, the exchange only makes it possible to undo a failed pass
         if self.shares.world == 1:
@@ -420,7 +419,7 @@ class BatchWeights(BatchTracker):
     def scale(self, loss: Any) -> Any:
         """Return the loss multiplied by this rank's weight and the number of ranks.
 
-        This is for libraries that average gradients over ranks.
+        Libraries that average gradients over ranks need this factor.
         """
         if self.current is not None and not self.current.used:
             self.find((), True, match_addresses)  # raises RequestError if several are in use

@@ -96,10 +96,9 @@ def wrap_model(
     options: dict[str, Any],
     by_loss: bool,
 ) -> tuple[Any, Exchange | None]:
-    """Return the wrapped model and its exchange.
+    """Return the wrapped model, and the exchange that all-reduces its gradients.
 
-    The exchange is None if the model is wrapped in DistributedDataParallel and keeps its own
-    all-reduce.
+    The exchange is None if the model is in DistributedDataParallel and keeps its own all-reduce.
 
     Arguments:
 
@@ -149,11 +148,11 @@ def wrap_module(
 
 
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
-    """Replace the all-reduce of a DistributedDataParallel, and return the exchange, or None.
+    """Replace the all-reduce of a DistributedDataParallel, and return the exchange that does it.
 
-    The result is None if the model keeps its own all-reduce: `by_loss` is True, and it has a
-    communication hook, mixed precision or sparse gradients. Without `by_loss`, the first two raise
-    RequestError.
+    With `by_loss`, a model with a communication hook, mixed precision or sparse gradients keeps its
+    own all-reduce, and the result is None. Without `by_loss`, a communication hook or mixed
+    precision raises RequestError.
     """
     # The model's own all-reduce can't be weighted, or repeated after a failure. The model stays a
     # DistributedDataParallel, and its `no_sync` and `module` still work.

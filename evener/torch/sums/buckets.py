@@ -221,10 +221,11 @@ class Bucket:
 
 
 def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
-    """Divide parameters among buckets of about `most_bytes` bytes, in the order of `parameters`.
+    """Divide parameters among buckets of about `most_bytes` bytes.
 
-    They are in the order in which their gradients are computed. The first bucket is smaller, to be
-    sent early. A bucket's parameters have one dtype and device.
+    `parameters` are in the order in which their gradients are computed, and buckets keep that
+    order. The first bucket is smaller, to be sent early. A bucket's parameters have one dtype and
+    device.
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}
@@ -298,9 +299,9 @@ class HostCopy:
 
 
 class TailReader:
-    """Reads the last values of a bucket, which ranks compare to detect that they have diverged.
+    """Reads the last values of a bucket, by which ranks notice that they have diverged.
 
-    These are model weights, buffers and batch numbers.
+    The values are from model weights, buffers and batch numbers.
     """
 
     # on a GPU, all tails but the first are read one step late, so that the host doesn't wait

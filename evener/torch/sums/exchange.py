@@ -78,7 +78,7 @@ def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
 
 
 class Exchange:
-    """Sums a model's gradients over ranks, each rank's multiplied by its weight.
+    """Sums a model's gradients over ranks, with a weight for each rank.
 
     Arguments:
 
@@ -86,12 +86,12 @@ class Exchange:
     - `group`: process group; None is the default one.
     - `bucket_bytes`: size of a bucket; None chooses it.
     - `broadcast_buffers`: whether to copy the first rank's buffers after they change.
-    - `single_rank`: True without other ranks; then it serves only to undo failed passes.
+    - `single_rank`: True if there are no other ranks, and only failed passes have to be undone.
 
-    Raises RequestError if ranks have different models, or if the model is sharded. `begun` is
-    called with a batch and the one before when a backward pass reaches outputs of the batch;
-    `ready` once the last gradient is computed; `sent` once all buckets are sent; `done` once the
-    sums are complete.
+    Raises RequestError if ranks have different models, or if the model is sharded. These attributes
+    are callbacks: `begun` is called when a backward pass reaches outputs of a batch, with this
+    batch and the one before; `ready` when the last gradient is computed; `sent` when all buckets
+    are sent; `done` when all sums are complete.
     """
 
     def __init__(
@@ -221,9 +221,9 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Register hooks on the parameters that run when a backward pass computes gradients.
+        """Register hooks on the parameters, for outputs in which no tensor was found.
 
-        This is for outputs in which no tensor was found.
+        They run when a backward pass computes gradients.
         """
         # Such outputs are of unknown classes. A backward pass is assumed to start with the first
         # gradient.
