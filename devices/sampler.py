@@ -155,7 +155,7 @@ class Sampler:
         self._notify(snapshot)
 
     def _watch(self) -> None:
-        """Pass stale snapshots to the subscriber while the source is overdue."""
+        """While the source is overdue, pass its last snapshot on, marked as stale."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:

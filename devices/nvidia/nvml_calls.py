@@ -201,9 +201,9 @@ class Counter:
         self._rate = PENDING
 
     def rate(self, reading: Reading, now: float) -> Reading:
-        """Return the counter's increase per second since its previous reading.
+        """Return the increase per second since the counter's previous reading.
 
-        The result is pending at the first reading and after a reset of the counter.
+        It is pending at the first reading and after a reset of the counter.
         """
         number = reading.current
         if number is None and reading.state is not State.STALE:

@@ -171,7 +171,10 @@ def _print_summary(
     as_json: bool,
     notes: Sequence[RankNote] = (),
 ) -> None:
-    """Save and print a summary of the training run, if any of its processes has left a record."""
+    """Save and print a summary of the training run.
+
+    Without records of its processes, do nothing.
+    """
     end: End = "failed" if code else "finished"
     if code > SIGNALLED:
         end = "interrupted"
@@ -308,7 +311,7 @@ def run(
 
 
 def _write_start(job: HostJob) -> str:
-    """Describe the devices that the program starts on."""
+    """Describe which devices the program starts on, such as "starts on GPU:0, GPU:1"."""
     labels = ", ".join(device.label for device in chain.from_iterable(job.processes))
     alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
     return f"starts on {labels}{alone}"

@@ -75,7 +75,7 @@ def _as_json(device: Device) -> dict[str, Any]:
 
 
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
-    """Check the machine, or the cluster if `devices` names hosts.
+    """Check this machine, or the Ray cluster if `devices` names hosts.
 
     Returns the checks and a text that names the devices. Raises RequestError or DeviceError if the
     devices are unavailable.

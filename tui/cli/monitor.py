@@ -248,7 +248,7 @@ def _list_links(snapshot: Snapshot) -> tuple[Link, ...]:
 
 
 def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
-    """Return the JSON document of a reading, with the reports joined to training runs."""
+    """Return a reading as a JSON document, with the ranks' reports grouped into training runs."""
     document = msgspec.structs.asdict(snapshot) | {"trainings": _join(snapshot)}
     document["links"] = _list_links(snapshot)
     del document["reports"]
@@ -256,7 +256,7 @@ def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
 
 
 def _notes(snapshot: Snapshot) -> Iterator[str]:
-    """Yield the host with its driver version, then the warnings."""
+    """Yield the host's name and driver version, then the warnings of the reading."""
     if snapshot.driver:
         maker = name_maker(sample.device for sample in snapshot.devices)
         yield f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}"

@@ -39,7 +39,10 @@ def usage_fault(error: Exception, command: str) -> EvenerError | None:
 
 
 def _explain_missing(error: Exception, command: str, look: str) -> RequestError | None:
-    """Explain a missing argument or value, or a value after a flag that takes none."""
+    """Return the error for a missing argument or value, or for a value that a flag can't take.
+
+    Returns None for any other error.
+    """
     kind = type(error).__name__
     parameter = getattr(error, "param", None)
     if kind == "MissingParameter" and parameter is not None:

@@ -335,7 +335,7 @@ class BalanceForm(UsesApp, Vertical):
         return find_objective(self.query_one("#objective", OneOf).value).trades_speed
 
     def redraw(self) -> None:
-        """Divide the height between the lists; show the text about searches if there is room."""
+        """Divide the height between the lists; explain how a search works if there is room."""
         height = self.size.height - HINT_ROWS - 1
         bare = self.screen.has_class("-bare")
         frame = 0 if bare else 2
@@ -485,7 +485,7 @@ class BalanceForm(UsesApp, Vertical):
         problem.show(text_lines(self._hint(field), room, HINT_ROWS, "dim"))
 
     def _hint(self, field: Widget | None) -> str:
-        """Return the hint for a field, with a list's entry under the cursor."""
+        """Return the hint for a field; for a list, it begins with the entry under the cursor."""
         name = (field.id if field is not None else None) or ""
         hint = HINTS.get(name, "")
         if isinstance(field, Ticks) and field.chosen is not None:

@@ -101,12 +101,15 @@ class SnapshotScreen(PanelScreen):
 
     @property
     def shown(self) -> Snapshot | None:
-        """The reading on the screen: the latest, or the one at the pause; None before the first."""
+        """The reading that the screen shows: the latest or, while paused, the one at the pause.
+
+        None before the first reading.
+        """
         return self._paused_at or self.evener.snapshot
 
     @property
     def state(self) -> str:
-        """ "paused", or "" while the screen follows new readings."""
+        """The word "paused" while the screen is paused, else ""."""
         return "paused" if self._paused_at is not None else ""
 
     def on_mount(self) -> None:

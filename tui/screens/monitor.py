@@ -177,7 +177,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.open_details(sample.device.label, draw)
 
     def _newest(self, sample: DeviceSample) -> DeviceSample:
-        """Return the latest reading of the same device, or `sample` if it has gone."""
+        """Return the latest reading of the sample's device, or `sample` if there is none."""
         devices = self.evener.snapshot.devices if self.evener.snapshot is not None else ()
         return next(
             (device for device in devices if device.device.key == sample.device.key), sample

@@ -181,7 +181,7 @@ class RunsScreen(RunActions, SortedScreen):
         panel.show(lines)
 
     def _load(self, name: str) -> StoredRun:
-        """Load a run; it is read only once until the next reload."""
+        """Load a stored run from disk, or from the cache that a reload clears."""
         found = self._plans.get(name) or runs.load_run(name)
         self._plans[name] = found
         return found

@@ -94,7 +94,7 @@ class SettingsDialog(Dialog[None]):
         return Horizontal(Static(label, classes="label", markup=False), field, classes="field")
 
     def _values(self, choice: Choice) -> Sequence[Any]:
-        """Return the values to choose from, with the current one first if it isn't among them."""
+        """Return the values that a setting offers. An unusual current value is added in front."""
         value = read_setting(self.evener, choice.key)
         return choice.values if value in choice.values else (value, *choice.values)
 

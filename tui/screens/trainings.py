@@ -81,7 +81,7 @@ class TrainingsScreen(SnapshotScreen):
             panel.show(self._draw(name, row, snapshot, panel) if row is not None and shown else ())
 
     def _place_training_panels(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
-        """Divide the height between the panels that have something to show."""
+        """Divide the height between the detail panels, and hide those without content."""
         frame = self.fit_frames()
         size = self.evener.size
         height = size.height - _BARS
@@ -99,7 +99,7 @@ class TrainingsScreen(SnapshotScreen):
     def _draw(
         self, name: str, row: TrainingRow, snapshot: Snapshot, panel: Lines
     ) -> Sequence[Line]:
-        """Return the lines of one of the panels with details."""
+        """Return the content of one of the detail panels, chosen by its selector `name`."""
         width, height = panel.size
         match name:
             case "#causes":
@@ -121,7 +121,7 @@ class TrainingsScreen(SnapshotScreen):
                 )
 
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
-        """Return the height of the log panel: 0 if no training run was started in this app."""
+        """Return the height of the log panel in lines; 0 unless a training run was started here."""
         if self.evener.training is None:
             return 0
         return max(_LEAST_LOG, height // 3) if shares_rows else max(_LEAST_LOG, height - 8)

@@ -131,7 +131,7 @@ def _verdict_html(report: ReportData) -> Iterator[str]:
 
 
 def _remarks(report: ReportData) -> Sequence[str]:
-    """Return the sentences after the recommendation."""
+    """Return the remarks of the verdict, without the recommendation at its beginning."""
     if report.written is not None:
         return [plain(words, 1000) for words in report.written.remarks]
     return [plain(line, 1000) for line in report.verdict.split("\n")[1:]]

@@ -77,7 +77,7 @@ _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 
 
 def list_doubts(seen: Timed) -> list[str]:
-    """Return short words for each warning about a measurement, such as "steps vary a lot"."""
+    """Return a few words for each warning about a measurement, such as "steps vary a lot"."""
     # A few steps always vary, so "steps vary a lot" is left out after a short measurement.
     codes = [warning.code for warning in seen.warnings]
     if "too_short" in codes:
@@ -326,7 +326,7 @@ def write_part(share: Share) -> str:
 
 
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
-    """Explain the column of speeds that devices reach alone."""
+    """Explain the table's column "alone": the samples/s of each device by itself."""
     shares = [*plan.layout.active, *(solo.layout.active[0] for solo in alone.values())]
     lines = ["alone: samples/s of a device by itself, at that many samples a step"]
     lines[0] += _explain_faster_alone(plan, alone, labels)

@@ -204,7 +204,7 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, most: int) -> int:
-    """Return how many of `most` steps of a column are filled for a value."""
+    """Return how many of the `most` steps of a graph's column are filled for a value."""
     # A known value has at least one step, so that it is visible.
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0

@@ -94,7 +94,7 @@ def _point(device: int, batch: int, speed: float, seen: tuple[int, Timed] | None
 
 
 def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Timed]]:
-    """Map (device, batch, samples/s) to the number and measurement of the probe."""
+    """Index the probes on single devices by (device, batch, samples/s), each with its number."""
     found = {}
     before = state.probes - len(state.seen)
     for number, entry in enumerate(state.seen, start=before + 1):
@@ -108,7 +108,7 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
 
 
 def _mark_failed_batches(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
-    """Return marks at the batches that ran out of memory."""
+    """Return a mark at each batch size that ran out of memory."""
     # From the largest of these batch sizes on, the chart is hatched.
     failed = [
         (curve.failed_batch, curve.device) for curve in found if curve.failed_batch is not None

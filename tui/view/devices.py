@@ -116,7 +116,7 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
 
 
 def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ...]:
-    """Return totals of all devices in up to `room` cells; empty for a single device."""
+    """Return the totals of all devices, as many as fit in `room` cells; empty for one device."""
     if len(samples) < 2:
         return ()
     spans: tuple[Span, ...] = (Span(f"{len(samples)} devices", "title"),)
@@ -203,7 +203,7 @@ def _has_work(row: PanelRow) -> bool:
 
 
 def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return the function that picks the tone of used bytes: a warning from 98 % on."""
+    """Return a function that picks the tone of used bytes: a warning from 98 % of memory on."""
     most = sample.memory_total_bytes.value
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
 

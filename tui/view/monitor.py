@@ -76,7 +76,7 @@ def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width
 
 
 def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
-    """Return the host, driver and time, from the longest form to the shortest."""
+    """Return the host, driver and time in several forms, from the longest to the shortest."""
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {plain(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
     host = plain(snapshot.host.hostname, 30)
@@ -322,7 +322,7 @@ def _reading_column(
 
 
 def _sorted_by(reading: Reading) -> float:
-    """Return a reading's value to sort by; unknown ones come below 0."""
+    """Return a reading's value as a sort key; an unknown value sorts below 0."""
     return -1.0 if reading.value is None else reading.value
 
 

@@ -111,7 +111,7 @@ def _gain_bar(
 
 
 def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
-    """Draw a bar whose length is `part` of `width`."""
+    """Draw a bar that fills the fraction `part` of `width`, in the plan's colour if `first`."""
     # It is lower than a line of text, so that bars don't touch.
     count = max(1, round(min(1.0, part) * width))
     return Span(BAR_SIGN * count, "speed" if first else "dim"), Span(" " * (width - count))
@@ -183,7 +183,7 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
 
 
 def _verdict_texts(finished: Finished) -> list[str]:
-    """Return the sentences after the recommendation."""
+    """Return the gains, warnings and remarks that come after the recommendation."""
     written = _written(finished)
     if written is None:
         # a run of an older version has only the verdict's text

@@ -181,7 +181,7 @@ def _largest_that_fits(row: SearchDeviceRow) -> str:
 
 
 def _memory_forms(largest: str, failed_batch: int | None) -> list[tuple[Span, ...]]:
-    """Return the texts about memory, from the longest to the shortest."""
+    """Return texts about the largest batch that fits in memory, the longest text first."""
     if failed_batch is None:
         return [(Span(f"fits {largest}") if largest else Span(Mark.NONE, "dim"),)]
     failed_span = Span(f"{Mark.WALL}{failed_batch}", "bad")

@@ -59,7 +59,7 @@ def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
 
 
 def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span, ...]:
-    """Draw a bar of the five parts, given in seconds."""
+    """Draw the parts of a step, given in seconds, one after the other as a bar."""
     if longest_s <= 0 or width <= 0:
         return (Span(" " * max(0, width)),)
     counts = _count_cells(seconds, longest_s, width)
@@ -161,7 +161,7 @@ def _draw_lane(
 
 
 def _parts(step: LastStep, exchange_s: float) -> tuple[float, ...]:
-    """Return a step's time in seconds by part, with waiting and exchange separated."""
+    """Return a step's time in seconds by part; splits its `meeting_s` into waiting and exchange."""
     # A step reports waiting and exchange as one time (`meeting_s`). Up to `exchange_s` seconds of
     # it count as exchange, and the rest as waiting.
     exchange_s = min(exchange_s, step.meeting_s)

@@ -120,7 +120,7 @@ def matches(text: str, words: str) -> bool:
 
 
 def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Cell[RowT]:
-    """Return a cell function that draws text in one tone."""
+    """Return a function that draws the text of a row in a table cell, in one tone."""
     return lambda row, width: (Span(cut(plain(text(row)), width), tone),)
 
 
@@ -171,7 +171,7 @@ def table_row(
 
 
 def window(count: int, cursor: int, height: int, top: int) -> int:
-    """Return the first visible row, moved from `top` as little as the cursor requires."""
+    """Return the first visible row. It stays at `top` unless the cursor would be hidden."""
     if height <= 0 or count <= height:
         return 0
     top = min(max(top, cursor - height + 1), cursor)

@@ -11,7 +11,7 @@ BETWEEN_CELLS = 3  # cells between the longest command and the descriptions
 
 
 class Step(NamedTuple):
-    """A key or command, its effect and, if clickable, a Textual action."""
+    """A key or command, and what it does; `action` is run by a click, "" for none."""
 
     does: str
     words: str

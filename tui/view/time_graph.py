@@ -138,13 +138,16 @@ def draw_columns(
 
 
 def _count(number: float, scale: float, most: int) -> int:
-    """Return how many dots of a column are filled, at least one."""
+    """Return how many dots of a column are filled for a value, at least one."""
     return max(1, min(most, round(number * scale)))
 
 
 @lru_cache(maxsize=16384)
 def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
-    """Return the characters of a cell column, from top to bottom."""
+    """Return the characters of one column of cells, from top to bottom.
+
+    `left` and `right` are the filled dots of its two columns.
+    """
     signs = []
     for row in range(rows - 1, -1, -1):
         bits = _LEFT[max(0, min(4, left - 4 * row))] | _RIGHT[max(0, min(4, right - 4 * row))]

@@ -162,7 +162,7 @@ def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iter
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """Return the upper end of each metric's axis for all devices together."""
+    """Return the upper end of each metric's axis if all devices have the same scale."""
     # It is the highest of the ends that the axes of the single devices would have.
     tops: dict[str, float] = {}
     for sample in plan.devices:

@@ -104,7 +104,7 @@ def _graph_cells(width: int, columns: int) -> int:
 
 
 def _most_columns(width: int, most: int, ticks: float) -> int:
-    """Return the largest number of columns in which graphs still show every reading."""
+    """Return the most columns of graphs that still leave each reading its own column of dots."""
     # Each tick needs its own column of dots, and a cell has two.
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
@@ -155,7 +155,7 @@ def _make_graphs(
 
 
 def _graph_all(row: TrainingRow, values: Values) -> Graph:
-    """Return the graph of all devices' samples/s, with the plan's as a line."""
+    """Return the graph of the total samples/s, with a line at the plan's samples/s."""
     plan = row.plan_samples_per_second
     top = nice_ceiling(max(plan, _highest([values])))
     newest = samples_rate(row.samples_per_second)

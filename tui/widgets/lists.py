@@ -96,7 +96,10 @@ class ListPanel(Lines, Generic[RowT]):
         self.show(lines)
 
     def identity(self, row: RowT) -> Hashable:
-        """Return a key by which the cursor follows a row that moves; None keeps its place."""
+        """Return a key that identifies a row, so that the cursor follows it when rows move.
+
+        None keeps the cursor at its position.
+        """
         return None
 
     def place_rows(self, rows: Sequence[RowT]) -> None:
