@@ -91,7 +91,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def trains(self) -> bool:
-        """True while the trainer that uses this strategy runs `fit`."""
+        """Whether this strategy's trainer is running `fit`."""
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is None or trainer.strategy is not self:
@@ -110,7 +110,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def root_device(self) -> Any:
-        """The device of this rank."""
+        """Device of this rank."""
         return self._planned.device
 
     def make_loader(
@@ -139,7 +139,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
-        """Turn off shuffling, as Lightning does, if the trainer has to overfit a few batches."""
+        """Turn off shuffling for the trainer's `overfit_batches`, as Lightning does."""
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             # the user has given no order of rows, which would stay
             rows.shuffle = False  # as Lightning does with its own loaders
@@ -157,7 +157,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def setup(self, trainer: Any) -> None:
         """Check the trainer's options, and prepare the model for weighted gradients.
 
-        Raises RequestError for an option that the plan doesn't support.
+        Raises RequestError for an option that can't be combined with a plan.
         """
         if self.trains:
             self._check(trainer)
@@ -167,7 +167,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.sum_by_shares()
 
     def prepare_metrics(self) -> None:
-        """Set up what averages metrics over passes, and what checks a pass before it is divided."""
+        """Create the averages of metrics over passes, and the check before a pass is divided."""
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
@@ -185,7 +185,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._rendezvous_on_hosts()
 
     def _rendezvous_on_hosts(self) -> None:
-        """Let all ranks stop at the same batch after SIGTERM: the first rank decides."""
+        """Let all ranks stop after the same batch when the first rank gets SIGTERM."""
         # If another rank receives SIGTERM but the first doesn't, that rank stops by itself one
         # batch later. Lightning's own handler would synchronize with the other ranks immediately,
         # while they may be in a step's all-reduce; the one installed here only records the signal.
@@ -247,10 +247,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             )
 
     def on_train_start(self) -> None:
-        """Check that all batches come from one loader of this strategy.
+        """Check that every batch comes from a single loader made by this strategy.
 
-        Raises RequestError if they don't, or if training_step takes batches from the loader itself.
-        LBFGS or a learning-rate finder with several passes raises it too.
+        Raises RequestError if not, or if training_step takes batches from the loader itself. LBFGS
+        or a learning-rate finder with several passes raises it too.
         """
         self._note_searches()
         given = private.loaders(self._trainer.fit_loop)
@@ -286,7 +286,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """True if the learning-rate finder or LBFGS runs."""
+        """Whether the learning-rate finder or LBFGS is in use."""
         # both decide by the value of the loss, so all ranks must see the same loss
         finds_rate = any(map(private.searches_rate, self._trainer.callbacks))
         return finds_rate or self._has_lbfgs
@@ -361,13 +361,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return self._audit.find_difference(loader) if self._checks else ""
 
     def _audit_step(self) -> None:
-        """Audit the step that has just been computed, if checks are on."""
+        """Audit the gradients of the step just computed, if checks are on."""
         if self._checks and self.trains:
             loader = private.loaders(self._trainer.fit_loop)[0]
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _compute_next_pass(self) -> Any:
-        """Compute passes until one succeeds, and return what training_step returned for it.
+        """Run training_step on the next pass, with retries, and return its result.
 
         The result is None after the last pass.
         """
@@ -395,7 +395,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Give training_step's loss the mean value of all ranks, but keep this rank's gradient.
+        """Set the loss's value to the mean over ranks, without changing its gradient.
 
         Code that decides by the loss then decides the same on all ranks.
         """
@@ -405,7 +405,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward pass, then the forward and backward passes of all remaining passes.
+        """Run the backward pass, then forward and backward for the batch's remaining passes.
 
         Raises RequestError if training_step returns None after another pass of the batch had a
         loss.
@@ -446,7 +446,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return precision.post_backward(weighed, module)
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Prepare the sum of gradients before a backward pass."""
+        """Prepare the exchange of gradients before a backward pass."""
         # needed only in manual optimization, whose backward pass runs within training_step
         if not self._exchanges:
             super().pre_backward(closure_loss)

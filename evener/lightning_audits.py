@@ -142,7 +142,7 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what to replace so that nothing takes a step: an object, a method and its stand-in."""
+    """Yield methods to replace so that optimizers take no steps: object, name and stand-in."""
     # the stub replaces the method during an audit
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for optimizer in strategy.optimizers:

@@ -55,7 +55,7 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
-    """Return training_step's loss for a part, or None if it returns none.
+    """Run training_step on a part, and return its loss, or None if it returns none.
 
     `others` are the arguments after the batch; None passes a batch index of 0 if one is required.
     """
@@ -85,7 +85,7 @@ def loss_of(result: Any) -> Any:
 
 @contextmanager
 def silent(module: Any) -> Iterator[None]:
-    """Context manager in which nothing that the LightningModule logs is recorded."""
+    """Context manager in which nothing is recorded that the LightningModule logs."""
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
     module.log = module.log_dict = lambda *_, **__: None
@@ -108,10 +108,7 @@ Sums = tuple[torch.Tensor, ...]
 
 
 class PassMetrics:
-    """Averages metrics over the passes of a batch and over ranks.
-
-    These are the metrics that training_step logs or reduces.
-    """
+    """Averages the metrics that training_step logs or reduces, over passes and ranks."""
 
     # A pass that ran out of memory is computed in pieces. Ranks reduce each metric once per pass,
     # in its last piece.
@@ -137,13 +134,13 @@ class PassMetrics:
         self._earlier, self._pieces, self._reduced = {}, {}, {}
 
     def end(self, part: Part) -> None:
-        """End a part of a batch; once its pass is complete, the pass's metrics are kept."""
+        """End a part of a batch; if it completes a pass, keep the pass's metrics."""
         if part.turn.ends:
             self._earlier |= self._reduced
             self._pieces, self._reduced = {}, {}
 
     def keep(self) -> Callable[[], None]:
-        """Return a function that restores the metrics as they are now."""
+        """Return a function that resets the metrics to their present state, for a retry."""
         attributes = keep_attributes(
             self._module, *self._metrics, apart=(own_buffers(self._module),)
         )
@@ -233,7 +230,7 @@ class PassMetrics:
     def _join_earlier_parts(
         self, key: Any, op: str, own: Sums, reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Combine a metric with its values in earlier parts of the batch."""
+        """Combine a metric with the values that earlier parts of the batch gave it."""
         # The parts are pieces and passes. `own` is the metric's value in this piece. `key`
         # identifies the metric within a pass, and `reduce` reduces a tensor over ranks, once per
         # pass and metric.

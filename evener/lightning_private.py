@@ -47,7 +47,7 @@ def wrapped_optimizers(strategy: Any) -> list[Any]:
 
 
 def logged(loop: Any) -> Any:
-    """Return the collection of metrics that a loop has logged."""
+    """Return the collection in which a loop keeps logged metrics."""
     return loop._results
 
 

@@ -79,7 +79,7 @@ class TrainerComputations:
         self._gathering = gathering
 
     def sketcher(self) -> GradientSketcher:
-        """Return an object that computes gradients of these losses without changing the Trainer."""
+        """Return an object that summarizes gradients and leaves the Trainer unchanged."""
         trainer = self._trainer
         apart = {id(trainer.train_dataset), id(trainer.eval_dataset), id(trainer)}
         held = [each for each in vars(trainer).values() if id(each) not in apart]
@@ -137,7 +137,7 @@ class TrainerComputations:
         micro: int = 0,
         excess: bool = False,
     ) -> Computation:
-        """Return the computation of a batch's parts, with losses weighted by rows or labels.
+        """Return the computation of a batch in parts, with losses weighted by rows or labels.
 
         `sizes` are the parts' row counts. `micro` is the row count of the largest pass; 0 doesn't
         divide the parts into passes. If transformers multiplies the loss by the number of
@@ -177,7 +177,7 @@ class TrainerComputations:
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes a batch's loss, and raises an error for collectives."""
+        """Return a function that computes a batch's loss, in which a collective raises an error."""
         # The trainer sees `world` processes during the computation.
         # `items` is the number that is passed to the loss; None if the trainer counts none
         return refuse_collectives(partial(self._compute, batch, items, world))

@@ -1,4 +1,4 @@
-"""A replacement of `Accelerator.gather` for ranks with different numbers of rows and passes."""
+"""Replaces `Accelerator.gather` for ranks that differ in their rows and passes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 
 
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """Scalars gathered from all ranks and passes; their `mean` is weighted by the passes' rows."""
+    """Scalars from all ranks and passes, whose `mean` is weighted by the rows of each pass."""
 
     # `sums` has the value of each pass. If memory ran out and a pass was computed in pieces, `sums`
     # has the sum of the pieces' values.
@@ -58,17 +58,17 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Let all other functions treat the values as a plain tensor, and return plain tensors."""
+        """Handle these values as a plain tensor in every other function.
+
+        The results are plain tensors too.
+        """
         # So the results aren't PassValues.
         with plain_tensors():
             return function(*args, **(kwargs or {}))
 
 
 class _Piece(NamedTuple):
-    """The rows that are computed at the moment.
-
-    They are a gradient-accumulation pass, or a piece of one after a retry.
-    """
+    """The rows being computed: a gradient-accumulation pass, or a piece of one after a retry."""
 
     rows: int
     full_batch: int
@@ -76,7 +76,7 @@ class _Piece(NamedTuple):
 
 
 class Gathering:
-    """Replaces `accelerator.gather` during training, because ranks have unequal shares.
+    """Replaces `accelerator.gather` in training, where ranks have different numbers of rows.
 
     Each pass gathers the values of the batch so far: tensors are concatenated along their rows, and
     scalars become `PassValues`.
@@ -103,12 +103,12 @@ class Gathering:
         self.end_pass()
 
     def end_pass(self) -> None:
-        """Forget the values of a pass's pieces, because the pass is complete."""
+        """Forget the values gathered by the pieces of a pass, once the pass is complete."""
         self._pieces, self._gathered_calls = [], []
 
     @contextmanager
     def local(self, shift: float = 0.0) -> Iterator[None]:
-        """Context manager in which `gather` returns this rank's values alone, plus `shift`."""
+        """Context manager in which `gather` returns only this rank's values, plus `shift`."""
         before, self._local, self._shift = (self._local, self._shift), True, shift
         try:
             yield
@@ -132,7 +132,7 @@ class Gathering:
             self._piece = outer
 
     def save(self) -> Callable[[], None]:
-        """Return a function that restores the gathered values, so that a pass can be repeated."""
+        """Return a function that restores the values gathered so far, before a pass is retried."""
         # Values that other ranks have sent in this pass are kept, because they won't be sent again.
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
@@ -274,15 +274,15 @@ def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering
 
 
 def make_undivided(trainer: Any, make: Callable[[], Any]) -> Any:
-    """Call `make`, and return the data loader as it is before accelerate divides it among ranks."""
+    """Call `make`, and return its data loader before accelerate divides it among ranks."""
     with replaced(trainer.accelerator, "prepare", lambda loader: loader):
         return make()
 
 
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
-    """Evaluation loader in which ranks take batches in turn.
+    """Evaluation loader that gives whole batches to the ranks in turn.
 
-    A rank without a batch left computes the last one, which then counts zero rows.
+    When batches run out, the remaining ranks compute the last batch again, with zero rows counted.
     """
 
     def __init__(self, loader: Any, accelerator: Any, gathering: Gathering) -> None:

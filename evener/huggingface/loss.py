@@ -1,4 +1,4 @@
-"""Describes what a Trainer's loss is a mean over: rows, labels, or items of the whole batch."""
+"""Describes the denominator of a Trainer's mean loss: rows, labels, or items of the whole batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
     @property
     def excess(self) -> int:
-        """Factor by which the loss is too large without a plan, under an ordinary launcher."""
+        """Factor by which an ordinary launcher, such as torchrun, makes this loss too large."""
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
@@ -39,7 +39,7 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
         """Return the weight of a piece's loss in the loss of its pass.
 
-        `whole` is the pass with `rows` rows, and `piece` is a piece of it with `own` rows.
+        `whole` is the pass, with `rows` rows; `piece` is a part of it, with `own` rows.
         """
         # a sum over items has been divided by the items of all passes
         if own == rows or self.mean_over == ITEMS:
@@ -55,7 +55,7 @@ def silent(trainer: Any) -> Any:
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:
-    """Return what the loss is a mean over according to the Trainer's settings, without a check.
+    """Return the mean that the Trainer's settings imply for its loss, without checking it.
 
     `world` is the number of ranks.
     """
@@ -64,7 +64,7 @@ def assume_loss(trainer: Any, world: int) -> TrainerLoss:
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """Return whether the Trainer expects a loss that is already divided by `num_items_in_batch`.
+    """Return whether the Trainer expects its loss to be divided by `num_items_in_batch` already.
 
     `items` is this number, or None if the Trainer couldn't count.
     """
@@ -76,7 +76,7 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 
 
 def count_labels(batch: Any) -> dict[str, float]:
-    """Count the labels that aren't ignored: all of them, and those left after a shift by one.
+    """Count the labels that aren't ignored, before and after a shift by one position.
 
     The keys are "labels" and "shifted labels". The second is missing if the labels are shifted
     already or have one axis. The dict is empty if the batch has no integer labels.

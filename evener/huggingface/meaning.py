@@ -116,7 +116,7 @@ def find_loss(
 
 
 class LossFinder:
-    """Compares gradients of a few rows, at once and in parts, to find what a loss averages.
+    """Finds what a loss averages, by gradients of a few rows at once and in parts.
 
     `gathering_in_passes` is given if batches are split into passes.
     """
@@ -162,7 +162,7 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Compare gradients; where reentrant checkpointing forbids that, compare losses instead."""
+        """Find the mean from gradients; if reentrant checkpointing forbids that, from losses."""
         try:
             return self._find()
         except RuntimeError as error:
@@ -189,7 +189,7 @@ class LossFinder:
         return None
 
     def _find_multiplied(self, reference: Sketch) -> int:
-        """Return the factor by which the Trainer multiplies its loss for several processes.
+        """Return the factor by which the Trainer scales its loss if it sees several processes.
 
         `reference` has the gradients of a single process.
         """
@@ -234,7 +234,7 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return those of `names` that the loss can be a mean over, such as "rows" and "labels".
+        """Return the means among `names` that fit the loss, such as "rows" and "labels".
 
         One fits if the parts' gradients, weighted accordingly, add up to the gradient of all rows.
         """
@@ -261,7 +261,7 @@ class LossFinder:
         return fitting
 
     def _decide(self, own: bool) -> bool:
-        """Return the first rank's answer if the model is sharded, else this rank's own answer."""
+        """Return `own`; for a sharded model, the first rank's `own`, so that all ranks agree."""
         # The ranks of a sharded model have to compute the same passes.
         return bool(broadcast_message(own)) if self._in_step else own
 
@@ -298,7 +298,7 @@ class LossFinder:
         return self._decide(relative <= allowed)
 
     def _measure_rounding(self) -> None:
-        """Repeat the reference a few times with rounding errors, to see what these change."""
+        """Repeat the reference with rounding errors, to see how much these change its gradients."""
         # The results show the effect of rounding. They are kept for later comparisons, so only the
         # first call computes them.
         if not self._repeats:
@@ -318,7 +318,7 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Compare two gradients: of all rows at once, and by unequal shares.
+        """Compare the gradient of all rows at once with the gradient by unequal shares.
 
         Returns the difference and its cause, or None if they agree.
         """
@@ -370,7 +370,7 @@ def _double(sketch: Sketch) -> Sketch:
 
 
 class _Finding(msgspec.Struct):
-    """What one rank has found: the loss, or an error's message and remedy."""
+    """One rank's result: its loss, or the message and remedy of an error."""
 
     found: TrainerLoss | None = None
     message: str = ""

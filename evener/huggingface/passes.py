@@ -17,7 +17,7 @@ from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
 
 class PassWeights(NamedTuple):
-    """The weights of all passes of an optimizer step, and the number of items."""
+    """Weights of all passes of an optimizer step, and the step's number of items."""
 
     weights: list[float]  # weight of each pass in the mean over its global batch
     items: Any  # num_items_in_batch of all ranks, or None
@@ -33,7 +33,7 @@ def weigh_passes(
     gathering: Gathering,
     device: torch.device,
 ) -> PassWeights:
-    """Return the weight of each gradient-accumulation pass in the loss of its global batch.
+    """Return each pass's weight in the loss of its global batch, with the number of items.
 
     `sizes` has the row counts of this rank's passes for each global batch, and `totals` the rows of
     each global batch. `items` is this rank's `num_items_in_batch`, or None. Ranks exchange their
@@ -115,7 +115,7 @@ def count_tokens(trainer: Any, inputs: Any) -> int:
 
 
 class TrainerPasses:
-    """Runs the gradient-accumulation passes of a batch; if memory runs out, in smaller pieces."""
+    """Runs a batch's gradient-accumulation passes; a pass that runs out of memory is divided."""
 
     def __init__(self, trainer: Any, planned: PlannedTraining, gathering: Gathering) -> None:
         self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
@@ -165,17 +165,17 @@ class TrainerPasses:
         return total
 
     def no_sync(self) -> Any:
-        """Context manager that adds up gradients without an exchange between ranks."""
+        """Context manager in which gradients accumulate without being exchanged between ranks."""
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
-        """Watch for the start of the loss's backward pass, after which a pass can't be retried."""
+        """Notice when the loss's backward pass begins, since a retry is impossible after that."""
         # such a backward pass can't be retried in pieces, because its gradients can't be undone
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """Replacement of `accelerator.backward` that knows when a pass's gradients are computed."""
+        """Replacement of `accelerator.backward` that records when a pass's gradients are ready."""
         self._passes.open()
         self._backward(loss, **options)
         self._passes.close()

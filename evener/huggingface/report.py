@@ -66,7 +66,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.interrupt()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Add evener's metrics to log entries that have a loss, on the first process."""
+        """Add evener's metrics to log entries with a loss; only the first process does."""
         if state.is_world_process_zero and logs is not None and "loss" in logs:
             logs.update(metrics())
 

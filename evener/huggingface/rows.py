@@ -97,7 +97,7 @@ def check_setup(trainer: Any) -> None:
 
 
 def check_rebalance(trainer: Any, share: Share) -> None:
-    """Raise RequestError if this Trainer's shares can't change during training."""
+    """Raise RequestError if shares of this Trainer can't be changed during training."""
     has_own_work(trainer.model, rebalances=True)
     if trainer.is_fsdp_enabled:
         raise RequestError(
@@ -193,7 +193,7 @@ class PassSampler(StepSampler):
 
 
 class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Data set whose items are whole passes: collated rows, selected by a tuple of row indices."""
+    """Data set indexed by a tuple of row indices; an item is a pass's collated rows."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -225,7 +225,7 @@ def find_lengths(trainer: Any) -> list[int] | None:
 
 
 def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
-    """Return whether the trainer's data loader has a custom batch sampler."""
+    """Return whether the trainer's data loader uses a batch sampler other than PyTorch's own."""
     loader = make_undivided(trainer, make_loader)
     kind = type(getattr(loader, "batch_sampler", None))
     return isinstance(loader, DataLoader) and kind not in (BatchSampler, type(None))

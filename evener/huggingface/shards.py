@@ -33,7 +33,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     _planned: PlannedTraining
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Do nothing, because the unsharded model may not fit on the device."""
+        """Do nothing, because the model may not fit on the device before it is sharded."""
 
     def begin_plan(self) -> None:
         """Shard the model, and keep accelerate from moving or wrapping it.
@@ -91,9 +91,9 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
 
 def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
-    """Load the optimizer and the scheduler, if a checkpoint was saved from a sharded model.
+    """Load optimizer and scheduler if the checkpoint was saved from a sharded model.
 
-    The trainer itself loads other checkpoints; `folder` None loads nothing.
+    Other checkpoints are left to the trainer itself. If `folder` is None, nothing is loaded.
     """
     if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
         return
@@ -112,7 +112,7 @@ def find_autocast(accelerator: Any) -> torch.dtype | None:
 
 
 def keep_no_casts(accelerator: Any) -> None:
-    """Turn off autocast's cache of converted weights, which would hold the whole model."""
+    """Turn off autocast's weight cache, which would hold the unsharded model in memory."""
     # Only the weights of a few layers are gathered at a time. The cache would keep copies of the
     # weights of all layers until the end of the forward pass.
     accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)

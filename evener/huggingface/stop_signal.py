@@ -10,9 +10,9 @@ from ..torch.ranks.stop_signal import StopSignal
 
 
 def stop_on_signal(trainer: Trainer, world: int) -> None:
-    """Make the Trainer's option `enable_jit_checkpoint` work with several ranks.
+    """Let the Trainer's `enable_jit_checkpoint` work with several ranks.
 
-    The Trainer's own callback for it is replaced.
+    This replaces the Trainer's own SIGTERM callback.
     """
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return
@@ -41,6 +41,6 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers has 
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the SIGTERM handler from before the training."""
+        """Restore the SIGTERM handler that was installed before the training."""
         if self._stop_signal is not None:
             self._stop_signal.close()

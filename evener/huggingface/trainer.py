@@ -204,7 +204,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return self._batches
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """Return a data loader; one for evaluation lets the ranks take whole batches in turn."""
+        """Return a data loader; for evaluation, one that gives ranks whole batches in turn."""
         # The ranks take batches in turn.
         # with `is_training`, it is the class's own loader
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
@@ -251,7 +251,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _prepare_input(self, data: Any) -> Any:
-        """Copy a batch to the device; the host doesn't wait for copies from pinned memory."""
+        """Copy a batch to the device, without waiting for copies from pinned memory."""
         inner: Any = super()._prepare_input
         # a class may have a method of its own, for example to convert tensors
         is_plain = getattr(inner, "__func__", None) is Trainer._prepare_input
@@ -288,7 +288,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
-        """Return what the loss is a mean over, by a check or, with checks off, by assumption."""
+        """Return what the loss is a mean over, measured or, if checks are off, assumed."""
         # `in_parts` is 0, except if a single process is about to use smaller passes for the first
         # time. Then it is the number of rows to check.
         world = self._shares.world
@@ -322,9 +322,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             )
 
     def _check_parts(self, part: Any, rows: int) -> None:
-        """Check that a pass that ran out of memory can be divided without changing the loss.
+        """Check that the loss stays the same if a pass that ran out of memory is divided.
 
-        `rows` is how many of its rows are checked.
+        `rows` is how many of the pass's rows are checked.
         """
         # Only a single process needs this check.
         # `part` is the pass that ran out of memory; up to `rows` of its rows are checked
@@ -357,7 +357,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log metrics; those logged during a pass are held back until the batch is finished."""
+        """Log metrics; if a pass logs them, hold them back until its batch is finished."""
         if self._factor is None:
             super().log(*logged, **options)
         else:
@@ -370,7 +370,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """Factor by which the script's own launcher, such as torchrun, makes the loss too large.
+        """Factor by which the loss is kept too large, as by the script's own launcher.
 
         It is 1 unless evener has to train as that launcher does (`keeps_launcher`).
         """
@@ -405,7 +405,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return (loss, *others) if isinstance(result, tuple) else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run an evaluation step as on a single process, without timing it."""
+        """Run an evaluation step as if there were one process, and without timing it."""
         self._planned.timer.note_validation()
         self._evaluates = True
         try:
@@ -415,7 +415,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._evaluates = False
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Add the step's tokens on all ranks to the Trainer's count, after the last pass."""
+        """Add the input tokens of all ranks to the Trainer's count, once per optimizer step."""
         if self.args.include_num_input_tokens_seen not in ("no", False) and not self._to_come:
             # ranks may have different numbers of passes, so they can't synchronize in each
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
@@ -427,7 +427,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Log, save and evaluate as the Trainer does; at the end, average losses over ranks."""
+        """Log, save and evaluate as the Trainer does; at the end, average the loss over ranks."""
         # In transformers 4, the unlogged losses are also averaged over the ranks when the training
         # ends.
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)

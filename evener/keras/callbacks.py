@@ -21,7 +21,7 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 
 
 class GroupSync(kinds.Callback):  # type: ignore[misc]
-    """Keras callback that keeps several processes in step: same first epoch, weights and stop.
+    """Keras callback that keeps processes in step: equal first epoch and weights, common stop.
 
     `backup` is the user's BackupAndRestore callback, or None.
     """
@@ -34,7 +34,7 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._backup = backup
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Make all processes start with the epoch and the weights of the first process."""
+        """Copy the first process's epoch and weights to all processes."""
         if self._backup is not None:
             _match_epoch(self._backup)
         epoch = getattr(self.model, "_initial_epoch", None) or 0
@@ -110,7 +110,7 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
 
 
 def _may_stop(callback: Any) -> bool:
-    """Return whether a callback runs the user's code after each batch, and so may stop training."""
+    """Return whether a callback runs user code after each batch, which could stop the training."""
     # Such code may stop the training.
     kind = type(callback)
     # Keras' and evener's callbacks do the same in every process, but a LambdaCallback runs the
@@ -124,7 +124,7 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
-    """Update the best value of a ModelCheckpoint, but return False, so that it saves no file."""
+    """Let a ModelCheckpoint update its best value, but return False, so that it saves no file."""
     # `judge` is the callback's own method, which says whether to save the model.
     judge(*values, **named)
     return False
@@ -152,7 +152,7 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """Set the model's first epoch to match the weights that BackupAndRestore has restored."""
+    """Correct the model's first epoch if BackupAndRestore was interrupted while saving."""
     # `backup` has restored the weights.
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())

@@ -130,7 +130,7 @@ def check_passes(model: Any, rows: int) -> None:
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
-    """Raise RequestError if there are any `weights`, which the model's call has assigned."""
+    """Raise RequestError if the model's call has assigned any trainable weights."""
     # such an assignment would be lost, because each device has its own copy of the weights
     if weights:
         seen = (
@@ -141,7 +141,7 @@ def check_assigned(weights: Sequence[Any]) -> None:
 
 
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
-    """Raise RequestError, because several processes are needed for a model.
+    """Raise RequestError because this model needs several processes.
 
     `seen` is the reason, and `other` another remedy. If `evener launch` started this script as one
     process, exit instead, so that it starts one for each device.
@@ -181,9 +181,9 @@ def overrides(model: Any, name: str) -> bool:
 
 
 def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
-    """Return the batch normalization layers.
+    """Return the batch normalization layers; None for `synchronized` returns all of them.
 
-    `synchronized` selects layers by their option of this name; None selects all.
+    Otherwise, only layers whose option `synchronized` has this value are returned.
     """
     found = [
         each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)
@@ -192,7 +192,10 @@ def list_normalizations(model: Any, synchronized: bool | None = False) -> list[A
 
 
 def list_normalization_states(model: Any, synchronized: bool | None = False) -> list[Any]:
-    """Return the moving averages of the model's batch normalization layers."""
+    """Return the moving averages of batch normalization layers, selected by `synchronized`.
+
+    See `list_normalizations`.
+    """
     layers = list_normalizations(model, synchronized)
     return [state for layer in layers for state in layer.non_trainable_variables]
 

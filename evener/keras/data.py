@@ -29,7 +29,7 @@ _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without 
 
 
 class AssignedArrays(NamedTuple):
-    """A batch whose rows have been assigned to devices by length, and are ordered by device."""
+    """A batch whose rows are sorted by device, after devices were chosen by the rows' lengths."""
 
     data: Tensors
     edges: Any  # the first row of each device, then the number of rows
@@ -297,7 +297,10 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset of pairs: the epoch's random number, and the number of a step."""
+        """Return a dataset with an (epoch number, step) pair for each step of an epoch.
+
+        The epoch number is random, and determines the order of the epoch's rows.
+        """
         # The random number determines the order of the epoch's rows, and is the same in all its
         # steps.
         steps = tf.data.Dataset.range(self.steps)
@@ -404,7 +407,7 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
 
 
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
-    """Return whether a dataset yields batches; None if its spec doesn't show it.
+    """Return whether a dataset yields batches rather than samples; None if its spec is unclear.
 
     `inputs` are the model's inputs, or None if unknown.
     """
@@ -423,7 +426,7 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Return whether tensors of the shapes `x` are single samples for the model's inputs."""
+    """Return whether tensors with the shapes `x` are single samples of the model's inputs."""
     # A sample has each input's shape without the batch axis.
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):
@@ -460,7 +463,7 @@ def batch_rows(dataset: Any) -> int | None:
 
 
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
-    """Return whether evener can batch the data given to `fit` itself.
+    """Return whether evener can make the batches for `fit` itself.
 
     It can if they are plain arrays, every epoch uses all rows, and Keras runs one step per call.
     """

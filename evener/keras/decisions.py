@@ -32,10 +32,9 @@ Margins = dict[str, list[Any]]
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each comparison in the user's code that gives a fixed number of results.
+    """Yield the comparisons in the user's code whose result doesn't have an entry for each row.
 
-    A comparison with a result for each row is left out. Each is yielded as a pair: the line of
-    code, and the graph's operation.
+    Each is yielded as a pair: the line of code, and the graph's operation.
     """
     # Parts of a batch decide comparisons with one result per row as the whole batch does.
     for operation in graph.get_operations():
@@ -78,7 +77,7 @@ class Shifts:
         self._amounts: dict[str, list[Any]] = {}
 
     def insert(self, place: str, operation: Any) -> None:
-        """Add a changeable amount, at first 0, to the left side of a comparison in the graph."""
+        """Insert an amount, at first 0, that is added to the left side of a comparison."""
         left = operation.inputs[0]
         shape = operation.outputs[0].shape
         amounts = self._amounts.setdefault(place, [])
@@ -101,9 +100,10 @@ class Shifts:
 
 
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return how much the margins of a batch's parts differ from those of the whole batch.
+    """Return how far the margins of a batch's parts are from those of the whole batch.
 
-    The result has the places in the user's code where they differ.
+    Margins are left minus right sides of comparisons. Only lines of code with a difference are
+    included.
     """
     found = {}
     for place, margins in whole.items():
@@ -122,7 +122,7 @@ def _farthest(margin: Any, others: Sequence[Any]) -> Any:
 
 
 def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield the amounts that make the comparisons true, then the amounts that make them false.
+    """Yield amounts that make all comparisons true, then amounts that make them false.
 
     `apart` has the distances from `find_apart`; a comparison with distance 0 isn't changed.
     """

@@ -63,16 +63,16 @@ class Engine(Protocol):
         """Compute a batch, in place of Keras' `predict_step`, and return the outputs."""
 
     def judges_parts(self, training: bool) -> bool:
-        """Return whether the loss is computed on each part of a batch, not on the whole batch.
+        """Return whether losses are computed for parts of a batch, not for the batch as a whole.
 
         `training` is False for an evaluation.
         """
 
     def around_training(self, run: Steps) -> Steps:
-        """Wrap Keras' train function with what the engine does before and after its steps."""
+        """Wrap Keras' train function with the engine's work before and after its steps."""
 
     def around_tests(self, run: Steps) -> Steps:
-        """Wrap Keras' test function with what the engine does before and after its steps."""
+        """Wrap Keras' test function with the engine's work before and after its steps."""
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Return functions that replace methods of the model, by the methods' names."""
@@ -81,7 +81,7 @@ class Engine(Protocol):
         """Create the model's weights for inputs like `x`."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of whole batches, or of the rows that this process computes."""
+        """Return a dataset of global batches or, in a group, of this process's rows of them."""
 
     def draw_seed(self) -> int:
         """Draw a random seed, the same in all processes."""
@@ -123,7 +123,7 @@ class OneProcess:
         """Do nothing: a single process can run any test step."""
 
     def judges_parts(self, training: bool) -> bool:
-        """Return whether a training step is divided into gradient-accumulation passes."""
+        """Return whether losses are computed for parts: in training with gradient accumulation."""
         return training and self.cut.in_passes
 
     def around_training(self, run: Steps) -> Steps:
@@ -142,7 +142,7 @@ class OneProcess:
         """Do nothing: Keras builds the model itself."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of whole batches."""
+        """Return a dataset of global batches."""
         return arrays.global_batches(endless)
 
     def draw_seed(self) -> int:

@@ -32,9 +32,9 @@ _kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", defau
 
 @contextmanager
 def equal_rows(model: Any) -> Iterator[None]:
-    """Context manager: random layers draw the same numbers for each row of a batch.
+    """Context manager in which random layers draw the same numbers for each row of a batch.
 
-    Batch normalization uses its moving averages meanwhile.
+    Meanwhile, batch normalization uses its moving averages.
     """
     _replace_random_functions()
     token = rows_alike.set(True)
@@ -84,9 +84,9 @@ def _replace_random_functions() -> None:
 def _in_context(
     own: Callable[..., Any], alike: Callable[..., Any], asked: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """Return a function that calls `alike` while `asked()` is True, else `own`.
+    """Return a function that calls `alike` while `asked()` is True, and `own` otherwise.
 
-    Both are random functions: `own` is the library's, `alike` repeats its numbers.
+    `own` is a library's random function; `alike` is evener's version, which repeats numbers.
     """
 
     @functools.wraps(own)
@@ -121,7 +121,7 @@ def _drop_equally(drop: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def draws_alike(model: Any) -> Iterator[None]:
-    """Context manager: the model's random layers draw the same numbers in every step and row.
+    """Context manager in which random layers draw the same numbers in every step and row.
 
     Random generators are restored at the end.
     """

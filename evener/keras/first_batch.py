@@ -59,7 +59,7 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return zeros whose length differs from `tensor` in each axis that the spec leaves open."""
+    """Return zeros shaped like `tensor`, but longer or shorter along axes of unknown length."""
     # Only the axes of unknown length differ. They therefore stay unknown in the element spec of a
     # dataset with both tensors.
     sizes = zip(spec.shape, tensor.shape, strict=True)

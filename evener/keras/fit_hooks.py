@@ -137,7 +137,7 @@ class FitHooks:
         return method
 
     def _own_step(self, name: str, data: Any) -> Any:
-        """Run a test or predict step that the user's class defines, on the whole batch."""
+        """Run the user's own test or predict step on the whole batch, on one device."""
         # The device that holds the weights computes the step.
         with self.engine.scope():
             return getattr(type(self.model), name)(self.model, data)
@@ -166,7 +166,7 @@ class FitHooks:
         return made
 
     def _prepare_training(self) -> None:
-        """Check that the model can train, and copy the first process's weights to the others.
+        """Check that the engine can train the model, and make weights equal in all processes.
 
         At the start of `fit`, a callback copies the weights instead.
         """

@@ -29,7 +29,7 @@ LARGEST_KEY = (1 << 31) - 1
 
 
 class Group:
-    """The processes of one training run under `MultiWorkerMirroredStrategy`, one device each.
+    """The processes that train together under `MultiWorkerMirroredStrategy`, one device each.
 
     `peers` are the addresses of all processes, and `rank` is the index of this one. Create it
     before TensorFlow's first operation. Raises RequestError unless there are as many devices as
@@ -254,7 +254,7 @@ def digest_batch(data: Any) -> BatchDigests:
 
 
 def _digest_rows(data: Any) -> Any:
-    """Return a hash of a batch's tensors; large rows are represented by the first one."""
+    """Return a hash of a batch's tensors; if rows are large, only the first row is hashed."""
     return digest(
         [
             leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]
@@ -287,7 +287,7 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other(rank: int) -> None:
-    """Raise RequestError because process `rank` has other data than process 0; do nothing for 0."""
+    """Raise RequestError because process `rank` has other data than process 0; 0 raises nothing."""
     if rank:
         raise RequestError(
             f"Rank {rank} has other rows in a batch than rank 0, or batches them otherwise.",

@@ -56,7 +56,7 @@ class GroupFailures:
             self._inside = False
 
     def _tell(self, error: Exception) -> None:
-        """Send this process's error to the others, unless all processes have failed too."""
+        """Send this process's error to the other processes, unless all have failed."""
         self._count += 1
         service = context.context()
         try:

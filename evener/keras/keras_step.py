@@ -88,9 +88,9 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """Place a tensor's rows at row `start` of `rows` rows that are otherwise 0.
+    """Return a tensor of `rows` rows: the given rows from row `start` on, and zeros elsewhere.
 
-    The sum over all processes then has the rows of each.
+    Summing such tensors of all processes joins their rows.
     """
     after = rows - start - tf.shape(tensor, tf.int64)[0]
     return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
@@ -162,10 +162,7 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Context manager in which calls of the model come from an engine and need no warning.
-
-    See `warn_of_own_loop`.
-    """
+    """Context manager for an engine's own calls of the model; `warn_of_own_loop` ignores them."""
     token = in_step.set(True)
     try:
         yield
@@ -197,9 +194,9 @@ def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
 
 
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:
-    """Return a `call` for the model that warns if it trains in the user's own loop.
+    """Return a replacement of the model's `call` that warns about training outside of `fit`.
 
-    There, one device would compute the whole batch.
+    In the user's own loop, one device computes the whole batch.
     """
     own = type(model).call
 
@@ -217,7 +214,7 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 
 
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
-    """Keras scope in which a model computes with copies of its weights.
+    """Keras scope in which the model uses copies of its weights, and assigns no variables.
 
     `states` are pairs of a non-trainable variable and its value. Values that the call assigns stay
     in the scope.
@@ -329,16 +326,16 @@ def part_of_loss(
 
 
 def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool) -> Any:
-    """Return the loss from `compile` for some rows, without added losses and regularizers."""
+    """Return the compiled loss of some rows, without losses from layers and regularizers."""
     x, y, outputs, weight = batch
     nothing = [tf.zeros([], losses[0].dtype)] if losses else []
     return loss_with(model, nothing, x, y, outputs, weight, training)
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return a loss that layers added on a part of the batch, weighted by the part's fraction.
+    """Return a layer's added loss for a part of the batch, weighted by the part's fraction.
 
-    A `kind` of sum isn't weighted.
+    Losses of the kind "sum" aren't weighted.
     """
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 

@@ -163,7 +163,7 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 def measure(
     model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
 ) -> PartKinds:
-    """Compute up to 8 rows at once and in two parts, and return how the results combine.
+    """Run a step on up to 8 rows and on two parts of them; return how parts' results combine.
 
     If `partial` is False, the engine computes the loss on whole batches, so it isn't measured.
     """
@@ -186,13 +186,13 @@ def measure(
 
 
 def _add_row(row: Any) -> Any:
-    """Append a second row to a tensor with one row: half of it for floats, else a copy."""
+    """Append a second row to a tensor with one row, since a single row can't be divided."""
     # parts can't be measured on a single row
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
 
 class Measured(NamedTuple):
-    """Results of Keras' own step on a few rows at once, and on two unequal parts of them."""
+    """Results of Keras' own step for a few rows: for all of them at once, and for two parts."""
 
     model: Any
     step: TracedStep
@@ -230,13 +230,13 @@ class Measured(NamedTuple):
         return list(zip(*values, strict=True))
 
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, and the rows to run the step on."""
+        """Return nonzero values for variables that are 0, and rows, to run the step once more."""
         # The values are by the variables' keys. The rows are the unchanged ones of each run. The
         # step is run again with these values, because a variable that is 0 may hide a loss.
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return weights with noise, and the rows with negated inputs, to run the step again."""
+        """Return noisy weights and negated inputs, to run the step once more."""
         # The values of `_raise_zeros` are returned together with the weights.
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
@@ -246,7 +246,7 @@ class Measured(NamedTuple):
         return values, [(tf.nest.map_structure(_negate, x), *others) for x, *others in self.every]
 
     def find_states(self) -> dict[int, str]:
-        """Return how each non-trainable variable is combined from the parts, by its index."""
+        """Return the rule by which each non-trainable variable is combined, by its index."""
         # a sum that decays looks like a plain sum while it is 0
         variables = self.model.non_trainable_variables
         keys = {
@@ -276,7 +276,7 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return how each tensor in the model's attributes is combined from the parts, by name."""
+        """Return the rule by which each tensor in attributes is combined, by its name."""
         whole, *parts = [
             result.call.attributes for result in self.results if result.call is not None
         ]
@@ -341,9 +341,9 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return the rule by which a variable's values after parts give its value after all rows.
+    """Return the rule by which values of a variable after parts give its value after all rows.
 
-    The rule is "" if none fits.
+    The result is "" if none of the rules fits.
     """
     # `start` is the state's value before the step. `whole` is the value after a step on all rows,
     # and `parts` are the values after a step on each part. `sizes` are the parts' numbers of rows.
@@ -434,7 +434,7 @@ def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[
 
 
 def _ramp(values: Any) -> Any:
-    """Return a factor for each row, from 0.1 for the first to 2 for the last."""
+    """Return a different factor for each row, from 0.1 for the first to 2 for the last."""
     # The factors' axes broadcast to `values`.
     return np.linspace(0.1, 2.0, len(values)).reshape(-1, *[1] * (len(values.shape) - 1))
 

@@ -168,7 +168,11 @@ class Workers:
         build_model(self.model, keras.tree.map_structure(_first_rows, x))
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of this process's rows, or of whole batches where these are needed."""
+        """Return a dataset of this process's rows, or of global batches if it needs all rows.
+
+        It needs all rows if shares can change, or if the user's class overrides `train_step` or
+        `compute_metrics`.
+        """
         asks = overrides(self.model, "compute_metrics") or overrides(self.model, "train_step")
         if asks or self.rebalancing is not None:
             return arrays.global_batches(endless)
@@ -302,7 +306,7 @@ class Workers:
             )
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Print that a pass ran out of memory, and is tried again with fewer rows."""
+        """Print that a pass ran out of memory and is retried with fewer rows."""
         print_line(retreat.describe(self._named or self.group.device))
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
@@ -404,7 +408,7 @@ class Workers:
         digest: Any,
         sent: list[Any],
     ) -> tuple[list[Any], Any]:
-        """Sum gradients, variables' changes and the loss over all processes; update the weights."""
+        """Sum gradients, variables' changes and the loss over all processes; update weights."""
         # Return the sums of `sent`, and the whole batch's loss. `changes` has a pair for each state
         # in `result.updates`: the value before the step, and the change by this process's rows.
         # `sent` are tensors that the metrics need.
@@ -453,7 +457,7 @@ class Workers:
         return sums
 
     def _note_data(self, digest: BatchDigests, labels: Any, inputs: Any) -> None:
-        """Record whether the hashes show that another process has different data."""
+        """Record if hashes show that another process has been given different data."""
         # `labels` and `inputs` are vectors with the digests of all ranks' labels and inputs.
         for other, seen in ((self._other, labels), (self._other_inputs, inputs)):
             other.assign(tf.maximum(other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))
@@ -489,7 +493,7 @@ class Workers:
 
 
 def _digest(data: Tensors) -> BatchDigests | None:
-    """Return hashes of a batch, or None if its rows can't differ between processes."""
+    """Return hashes of a batch; None if processes can't have been given different rows."""
     # Processes compare the digests. `OwnRows` come from a batch that is the same in all processes.
     return None if isinstance(data, OwnRows) else digest_batch(data)
 
@@ -542,7 +546,7 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """Return the tensors of this process that have to be summed over all processes."""
+        """Return this process's tensors for the sum over all processes: outputs or metrics."""
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
             if _row_bytes(outputs) <= LARGEST_ROW:
@@ -613,7 +617,7 @@ def _leaves(outputs: Tensors) -> list[Any]:
 
 
 def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
-    """Return outputs like those given, made of gathered tensors and masks."""
+    """Return gathered tensors and masks in the structure of `outputs`."""
     # `leaves` has these tensors and masks in the order of `_leaves`.
     left = iter(leaves)
     own = keras.tree.flatten(outputs)
@@ -626,7 +630,7 @@ def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
 
 @contextmanager
 def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
-    """Context manager in which synchronized batch normalization uses all processes' rows.
+    """Context manager in which synchronized batch normalization uses the rows of all processes.
 
     `size` is this process's row count.
     """

@@ -1,4 +1,4 @@
-"""Runs a `train_step` that the user's class defines, with the engine's step as its `super()`."""
+"""Runs a user's own `train_step`, in which `super().train_step` calls the engine's step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
 
 
 def _view(model: Any) -> Any:
-    """Return an object like the model, but with the engine's step as `super().train_step`.
-
-    It shares the model's attributes.
-    """
+    """Return an object with the model's attributes, whose `super().train_step` is the engine's."""
     # The user's `train_step` runs on the view. View and model share their attributes, so what the
     # step sets on the view is also set on the model.
     kind = type(model)
@@ -41,7 +38,7 @@ def _view(model: Any) -> Any:
 
 
 class OwnTrainStep:
-    """Runs the user's `train_step`; its call of `super().train_step` runs the engine's step."""
+    """Runs the user's `train_step`, in which `super().train_step` calls the engine's step."""
 
     def __init__(self, model: Any, step: Step) -> None:
         self._model = model

@@ -50,7 +50,7 @@ class PartKinds(msgspec.Struct, frozen=True):
 
 
 def main_part(kind: str, part: Any) -> Any:
-    """Return the weight of a part's value when the parts of a batch are added up.
+    """Return the weight of a part's value in the combined value of the batch.
 
     `part` is the part's fraction of the rows, and is the weight of a mean. For a sum, the weight is
     1, or 0 for a part without rows.

@@ -58,7 +58,7 @@ class StepStates:
         self._counted: dict[int, Any] = {}  # values of metrics after the previous devices
 
     def starts(self, device: int, apart: bool = True) -> list[tuple[Any, Any]]:
-        """Return pairs of a variable and the value with which a device begins its rows.
+        """Return each variable with its value at the start of a device's part of the step.
 
         Random seeds differ between devices. With `apart`, metrics start from 0 on each device.
         """
@@ -82,7 +82,7 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _counts(self, state: Any) -> bool:
-        """Return whether the variable belongs to a metric, other than one that tracks a loss."""
+        """Return whether the variable belongs to a metric other than the tracker of a loss."""
         # A loss tracker is a metric that tracks a single output's loss.
         return id(state) in self._metrics and id(state) not in self._losses
 
@@ -106,9 +106,9 @@ class StepStates:
         return before + (new - start) * tf.cast(main_part(kind, part), new.dtype)
 
     def restarts_each_pass(self, state: Any) -> bool:
-        """Return whether each pass starts with the variable's value from before the step.
+        """Return whether each pass starts from the variable's value before the step.
 
-        Otherwise, it starts with the value after the previous pass.
+        Otherwise, it starts from the value after the previous pass.
         """
         if id(state) in self._metrics:
             return id(state) in self._losses
@@ -135,9 +135,9 @@ class StepStates:
 
 
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
-    """Combine the values that several devices computed for variables, and assign the results.
+    """Combine the values that devices have computed for variables, and assign the results.
 
-    `calls` are pairs of a device's fraction of the batch and its updates.
+    `calls` has a pair for each device: its fraction of the batch, and its updates.
     """
     found: dict[int, list[tuple[Any, StateUpdate]]] = {}
     for part, updates in calls:
@@ -162,11 +162,10 @@ def adds_up(kind: str) -> bool:
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """Return how much some rows of a batch contribute to the change of a variable.
+    """Return how much a part of the batch changes a variable.
 
-    The contributions of all parts of the batch add up to the change. `update` has the variable's
-    value after these rows, `start` its value before the step, and `part` is their fraction of the
-    batch.
+    The changes by all parts of the batch add up. `update` has the variable's value after these
+    rows, `start` its value before the step, and `part` is their fraction of the batch.
     """
     return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
 

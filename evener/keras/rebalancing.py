@@ -68,7 +68,7 @@ HOST = "CPU:0"
 
 
 class GroupStep(NamedTuple):
-    """How long one training step took in each process, in seconds."""
+    """Times of one training step in all processes, in seconds."""
 
     number: int
     rows: int  # rows of the whole batch
@@ -95,15 +95,15 @@ class WorkTimes:
             return tf.timestamp()
 
     def spread(self, own_work_s: Any, kind: Any) -> Any:
-        """Return a vector with this process's value at its rank and 0 elsewhere.
+        """Return a vector with this process's work time at index `rank`, and 0 elsewhere.
 
-        The sum over all processes then has the value of each. `kind` is the vector's dtype.
+        Summing the vectors of all processes gives all work times. `kind` is the vector's dtype.
         """
         # summed over the processes, the vector has the values of all of them
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 
     def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
-        """Store a step's row count and its times: work of each process, and waiting of this one.
+        """Store a step's row count, all processes' work times and this one's waiting time.
 
         All times are in seconds.
         """

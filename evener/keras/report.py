@@ -84,7 +84,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._reporter.close()
 
     def _is_another_rank(self) -> bool:
-        """Return whether this process leaves reporting to the first process of its group."""
+        """Return whether this isn't the process that reports for its group."""
         # The first process of a group reports for all.
         split = self._split
         return split is not None and split.group is not None and split.group.rank > 0
@@ -117,7 +117,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return StepSums() if hooks is None else hooks.times.sums.whole
 
     def _promised(self) -> float:
-        """Return the samples/s that the plan predicts; 0 if it doesn't for this batch size."""
+        """Return the samples/s that the plan predicts; 0 if it has none for this batch size."""
         split = self._split
         if split is None or split.plan is None:
             return 0.0

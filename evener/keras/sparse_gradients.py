@@ -39,7 +39,7 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """Return whether a sparse gradient joins several lookups, at least one with unique rows."""
+    """Return whether a sparse gradient joins several lookups, any of which repeats no table row."""
     return isinstance(gradient, tf.IndexedSlices) and _joins_look_ups(gradient.indices)
 
 
@@ -62,7 +62,7 @@ def _find_source(indices: Any) -> Any:
 
 
 def merge_slices(gradients: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Add up slices of the same table row, in the sparse gradients at the indices `places`."""
+    """Add up slices of the same table row, in the gradients at the indices `places`."""
     return [
         _merge(gradient) if place in places and isinstance(gradient, tf.IndexedSlices) else gradient
         for place, gradient in enumerate(gradients)
@@ -121,14 +121,14 @@ def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any
 
 
 class PassGradient:
-    """Adds up one weight's gradient over passes; the slices of a sparse one are concatenated."""
+    """Adds up one weight's gradient over passes; slices of a sparse gradient are concatenated."""
 
     def __init__(self, weight: Any, of_one_pass: Any) -> None:
         self._weight = weight
         self._one = of_one_pass
 
     def begin(self, slots: Any) -> Any:
-        """Return the value to start from, with room for `slots` passes."""
+        """Return an empty gradient to which `slots` passes can be added."""
         if not isinstance(self._one, tf.IndexedSlices):
             return tf.zeros_like(self._weight)
         return [
@@ -139,7 +139,7 @@ class PassGradient:
         ]
 
     def add(self, before: Any, gradient: Any, slot: Any) -> Any:
-        """Return the value after another pass with this gradient; `slot` is the pass's index."""
+        """Return the gradient with one more pass's added; `slot` is the pass's index."""
         if not isinstance(gradient, tf.IndexedSlices):
             summed = before + gradient
             summed.set_shape(before.shape)  # unknown if an axis of length 1 meets an open one
@@ -181,7 +181,7 @@ class SharedSlices:
     def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
         """Return the gradients with the slices of all processes.
 
-        `sums` are the tensors in `own`, summed over all processes.
+        `sums` has each tensor of `own`, summed over all processes.
         """
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [

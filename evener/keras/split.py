@@ -90,7 +90,7 @@ class Split:
             self._warn_of_engine(self.plan.layout.engine)
 
     def _check_processes(self) -> None:
-        """Raise an error unless there is one process per device, or each device is present."""
+        """Raise an error unless each device has one process or is visible to the only process."""
         if self.engine == "multiworker" and len(self.devices) != self.required_group.size:
             raise RequestError(
                 f"TF_CONFIG names {self.required_group.size} processes, the split"
@@ -125,7 +125,7 @@ class Split:
         return changing
 
     def _warn_of_engine(self, measured: str) -> None:
-        """Warn if the plan was measured with another engine, because speed may differ."""
+        """Warn if the plan was measured with another engine, whose speed may differ."""
         # The samples/s then differ from the plan's.
         if self.why == ONE_PROCESS:
             warn(

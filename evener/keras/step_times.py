@@ -27,7 +27,7 @@ Steps = Callable[[Any], Any]  # Keras' train function, which takes an iterator o
 
 
 class FitStep(NamedTuple):
-    """How long one training step waited for input, computed, and took in between, in seconds."""
+    """Seconds that one training step waited for input, computed, and spent between calls."""
 
     input_s: float  # 0 if Keras runs several steps in one call
     work_s: float  # from the arrival of the rows until the call returns
@@ -70,7 +70,7 @@ class StepTimes:
         self._ended_s = 0.0
 
     def around_call(self, run: Steps) -> Steps:
-        """Wrap the train function to record when Keras calls it, before evener's checks."""
+        """Wrap the train function to record when Keras calls it, before evener's own checks."""
         # so these checks don't count as callbacks
 
         def run_called(batches: Any) -> Any:
@@ -92,7 +92,7 @@ class StepTimes:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """Context manager: the time spent in it counts as `name`, not as part of a step.
+        """Context manager whose duration counts as `name` instead of as part of a step.
 
         `name` is "validation" or "files".
         """

@@ -101,7 +101,7 @@ def short_name(name: str) -> str:
 
 
 def driver_name(name: str) -> str | int:
-    """Return the driver's index or UUID of a GPU that TensorFlow calls, for example, "GPU:0".
+    """Return the driver's index or UUID of a GPU, given TensorFlow's name, such as "GPU:0".
 
     For "CPU:0" it is "cpu:0".
     """

@@ -54,9 +54,9 @@ class Tower(NamedTuple):
     attributes: Leaves  # tensors that the call stored in attributes
 
     def heads(self) -> list[Any]:
-        """Return the tensors of this device on which the loss depends.
+        """Return this device's tensors from which the batch's loss is computed.
 
-        Their gradients are sent back to the device.
+        The loss's gradients for them are sent back to the device.
         """
         logits = [logits_of(leaf) for leaf in keras.tree.flatten(self.outputs)]
         every = [
@@ -216,7 +216,7 @@ class Towers(OneProcess):
         states: StepStates,
         starts: list[Any],
     ) -> Tower:
-        """Run the model's forward pass on one device's rows."""
+        """Run the model's forward pass on the rows of one device."""
         # `part` has these rows, and `size` is their number without filler rows. `rows` is the
         # number of rows of the whole batch. `starts` has the states with their values before the
         # call.
@@ -284,7 +284,7 @@ class Towers(OneProcess):
 
 
 def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
-    """Return a batch as (inputs, labels, weights), after its assignment of rows by length.
+    """Return a batch as (inputs, labels, weights) and the assignment of its rows by length.
 
     The assignment is None if rows aren't assigned by length.
     """
@@ -320,9 +320,9 @@ def _floats(outputs: Tensors) -> list[Any]:
 
 
 def _sum(gradients: Sequence[Any]) -> Any:
-    """Return the sum of one weight's gradients, where some may be None.
+    """Return the sum of the devices' gradients of one weight; None counts as zero.
 
-    Sparse gradients are concatenated. The result is None if all are.
+    Sparse gradients are concatenated. The result is None if all gradients are None.
     """
     # sparse gradients are concatenated, as in TensorFlow
     present = [gradient for gradient in gradients if gradient is not None]

@@ -1,4 +1,4 @@
-"""Finds what to show of an error from Keras or TensorFlow: the user's line and one message."""
+"""Extracts the user's line and the relevant message from an error of Keras or TensorFlow."""
 
 from __future__ import annotations
 

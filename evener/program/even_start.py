@@ -39,9 +39,9 @@ class RankStart(msgspec.Struct):
 
 
 class EvenStart:
-    """Keeps shares equal in a trainer's first steps; unequal shares begin if every rank agrees.
+    """Keeps shares equal in a trainer's first steps, until all ranks decide if they may differ.
 
-    `exchange` gathers one `RankStart` from each rank, `stay` is called with the reason if shares
+    `exchange` gathers one `RankStart` from each rank. `stay` is called with the reason if shares
     have to stay equal, and `leave` when unequal shares begin.
     """
 
