@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.autograd import Function  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E402
 from torch.utils.data import default_collate  # noqa: E402
@@ -349,6 +350,53 @@ def test_gradients_that_are_freed_one_by_one_have_the_same_sums() -> None:
 class Cast(nn.Module):
     def forward(self, x: Any) -> Any:
         return x.bfloat16()
+
+
+class Reversed(Function):
+    """Computes a layer again in its backward pass, and calls backward there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, layer: Any) -> Any:
+        """Return the layer's output without a graph."""
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the inputs' gradient; that of the layer is added to its weights'."""
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.layer(x).backward(*gradients)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_inner_backward_passes_leave_the_step_s_gradients_alone(at_once: bool) -> None:
+    """Reversible layers, as Reformer's, call backward within their backward pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+
+    def compute(is_reversed: bool) -> Any:
+        hidden = model[0](x)
+        return (
+            (Reversed.apply(hidden, model[1]) if is_reversed else model[1](hidden)).square().mean()
+        )
+
+    compute(False).backward()
+    before = [(each.grad, each.grad.clone()) for each in model.parameters()]
+    found = []
+    for is_reversed in (True, False):
+        sums = GradientSums(name_tensors([model]), SIGNS, at_once)
+        sums.add(compute(is_reversed))
+        found.append(sums.sketch([]).sums)
+    assert found[0].keys() == found[1].keys()
+    for name, own in found[0].items():
+        assert own == pytest.approx(found[1][name], rel=1e-12)
+    for each, (gradient, values) in zip(model.parameters(), before, strict=True):
+        assert each.grad is gradient
+        assert torch.equal(gradient, values)
 
 
 def test_kernels_of_a_gpu_leave_no_trace_either() -> None:

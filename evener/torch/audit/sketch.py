@@ -105,6 +105,25 @@ class LineSums(msgspec.Struct, frozen=True, eq=False):
 SIGNS = Signs()  # shared by all sketches, so that they can be compared
 
 
+@contextmanager
+def _inner_gradients(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
+    """Yield a list that has, on exit, what inner backward passes added to each tensor's gradient.
+
+    Reversible layers call backward in their own backward pass, which torch.autograd.grad doesn't
+    keep from adding to the step's own gradients. These are put back on exit.
+    """
+    before = [tensor.grad for tensor in tensors]
+    inner: list[torch.Tensor | None] = []
+    for tensor in tensors:
+        tensor.grad = None
+    try:
+        yield inner
+    finally:
+        inner += [tensor.grad for tensor in tensors]
+        for tensor, gradient in zip(tensors, before, strict=True):
+            tensor.grad = gradient
+
+
 def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
     """Reduce a gradient to a few random sums, in float64."""
     if gradient.is_sparse:
@@ -259,12 +278,17 @@ class GradientSums:
                     hook = None if self._at_once else partial(self._exchange, name)
                     stack.enter_context(_only_hook(each, hook))
             tensors = list(trained.values())
+            inner = stack.enter_context(_inner_gradients(tensors))
             found = torch.autograd.grad(loss, tensors, retain_graph=retain_graph, allow_unused=True)
         # the hooks have summed and freed each gradient
         if not self._at_once:
             return {}
-        pairs = zip(trained, found, strict=True)
-        return {name: gradient for name, gradient in pairs if gradient is not None}
+        gradients: dict[str, torch.Tensor] = {}
+        for name, *parts in zip(trained, found, inner, strict=True):
+            given = [part for part in parts if part is not None]
+            if given:
+                gradients[name] = given[0] if len(given) == 1 else given[0] + given[1]
+        return gradients
 
     def _exchange(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Gradient hook: add a gradient to the sums, and return zeros in its place to free it."""
