@@ -35,10 +35,11 @@ MOST_LISTED = 16  # elements of a script's list that may be models
 
 @leave_uncompiled
 def advise(optimizer: Any, loader: Any) -> str:
-    """Return the lines of code that make the running script train on all devices by DDP.
+    """Return a message with the lines of code that make the running script train on all devices.
 
     They are found from the call stack: which variables hold the trained models and the data loader,
-    and where the training loop begins. `loader` is None if the rows come from no `DataLoader`.
+    and where the training loop begins. So call this in a step of the script's `optimizer`. `loader`
+    is None if the rows come from no `DataLoader`.
     """
     # The code is for PyTorch. The suggested lines keep the global batch, and belong right before
     # the outermost loop. If the model is on a GPU, the first line has to run before the model is

@@ -123,7 +123,8 @@ def _find_fault(every: list[RankStart]) -> str:
 def find_callback() -> str:
     """Return file and line of the user's callback that is calling a collective, or "".
 
-    A callback is code of the user's that a trainer, such as Lightning's, has called.
+    An example is "train.py:12". A callback is code of the user's that a trainer, such as
+    Lightning's, has called. Call this from the collective's hook.
     """
     # Call this from the hook of the collective. evener counts as a library, too. A trainer runs if
     # it is on the call stack.

@@ -132,11 +132,12 @@ class Exchanges:
         is_uneven: bool,
         checks: bool = True,
     ) -> Any:
-        """Check a collective, run it, and mark its result as coming from other ranks.
+        """Check a collective, run it and return its result, marked as coming from other ranks.
 
-        With `is_uneven`, tensors of different row counts are padded for the call. `guard` records
-        the current step, or is None. Without `checks`, only the tensors that the call overwrites
-        are recorded.
+        With `is_uneven`, gathered tensors of different row counts are padded for the call;
+        RequestError is raised on every rank if they can't be. `guard` records the current step;
+        nothing is checked or marked if it is None. Without `checks`, only the tensors that the call
+        overwrites are recorded.
         """
         # a gather then returns each rank's tensor with its own number of rows
         call = make_call(wrapped, arguments, keywords, place)
@@ -254,7 +255,10 @@ def sends_flag(call: ExchangeCall) -> bool:
 def make_call(
     wrapped: Callable[..., Any], arguments: Any, keywords: Any, place: str
 ) -> ExchangeCall:
-    """Return the `ExchangeCall` of an intercepted collective."""
+    """Return the `ExchangeCall` of an intercepted collective, without calling the collective.
+
+    The collective has to be in ARGUMENTS or FUNCTIONAL. `place` is its line, such as "train.py:12".
+    """
     bound = _signature(wrapped).bind(*arguments, **keywords)
     bound.apply_defaults()
     name = wrapped.__name__
@@ -366,8 +370,9 @@ def is_installed(path: str) -> bool:
 def run_compared(call: ExchangeCall) -> Any:
     """Call a collective, with tensors padded if the ranks' row counts differ.
 
-    Raises RequestError if the tensors can't be padded: other dimensions differ, the collective
-    isn't a gather, or an output can't be resized.
+    Every rank of the group has to call this. Raises RequestError on all of them if the tensors
+    can't be padded: other dimensions differ, the collective isn't a gather, or any rank's output
+    can't be resized.
     """
     # It is impossible if the tensors differ in other dimensions, or if the collective or its output
     # can't hold different numbers of rows.
@@ -408,7 +413,10 @@ class _Complete:
 
 
 def _can_all_fill(call: ExchangeCall) -> bool:
-    """Return whether all ranks can resize the tensors that receive the collective's output."""
+    """Return whether all ranks can resize the tensors that receive the collective's output.
+
+    Every rank of the group has to call this.
+    """
     # a view can't be resized to other ranks' numbers of rows
     can = not any(map(is_view, each_tensor_in(call.filled)))
     every = torch.tensor(int(can), device=call.given.device)
@@ -423,9 +431,10 @@ def _is_member(group: Any) -> bool:
 
 
 def exchange_shapes(tensor: torch.Tensor, group: Any = None) -> list[tuple[int, ...]]:
-    """Gather the tensor's shape from every rank of `group`; None is the default group.
+    """Return the tensor's shape on every rank of `group`, in rank order.
 
-    Dimensions after the eighth are left out.
+    Every rank of the group has to call this; None is the default group. Dimensions after the eighth
+    are left out.
     """
     axes = list(tensor.shape)[:_MOST_AXES]
     numbers = [len(axes), *axes, *[0] * (_MOST_AXES - len(axes))]
@@ -437,7 +446,7 @@ def exchange_shapes(tensor: torch.Tensor, group: Any = None) -> list[tuple[int, 
 
 
 def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Pad the tensor with zeros to `rows` rows."""
+    """Return the tensor with zeros appended along its first dimension, up to `rows` rows."""
     return pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, rows - len(tensor))).contiguous()
 
 

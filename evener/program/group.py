@@ -59,7 +59,11 @@ def current_rank() -> int:
 
 
 def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `init_process_group`: find out this process's rank, and choose its device."""
+    """Hook of `init_process_group`: find out this process's rank, and choose its device.
+
+    If the group is that of `evener run`, the waiting ranks begin to run the script. Raises
+    RequestError if the group would wait for ranks that never start.
+    """
     # If the group is evener's, the waiting ranks begin to run the program. A process that evener
     # didn't start gets the device of its rank.
     global _place
@@ -113,10 +117,7 @@ def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
 
 
 def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
-    """Raise RequestError if the script's group size differs from evener's number of devices.
-
-    Without this check, the script would wait for ranks that never start.
-    """
+    """Raise RequestError if the script's group would wait for ranks that never start."""
     # for example, the program's options list fewer GPUs than evener has devices
     world = os.environ.get("WORLD_SIZE")
     if not is_first_process() or is_released() or place.world < 2 or str(place.world) == world:
@@ -212,14 +213,20 @@ def _keep_to(device: str) -> None:
 
 
 def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `torch.multiprocessing.start_processes`: hide evener's rank from the children."""
+    """Hook of `torch.multiprocessing.start_processes`: hide evener's rank from the children.
+
+    It stays visible if other ranks already run the script.
+    """
     with _without_rank():
         return wrapped(*arguments, **keywords)
 
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Context manager that hides RANK and similar variables from processes started meanwhile."""
+    """Context manager that hides RANK and similar variables from processes started meanwhile.
+
+    Nothing is hidden unless a single one of evener's ranks runs the script.
+    """
     # With these variables, child processes would act as ranks that evener started. They stay if
     # evener didn't start this process, or if other ranks run the program by now.
     alone = is_eveners_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())

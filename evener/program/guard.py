@@ -74,7 +74,8 @@ class Guard(Recorder):
     """Records how a batch's loss is computed, and checks whether unequal shares would change it.
 
     After the first backward pass, `fault` says why they would, or why that is unknown; it is "" if
-    they change nothing. `measured` is True if computed gradients or losses differ.
+    they change nothing. `measured` is True if computed gradients or losses differ, and `are_sums`
+    if losses are sums over rows.
 
     - `few`: returns a few rows of the batch, collated by the loader, or None to cut the batch.
     - `rows`: how many rows the loader took, for batches whose tensors differ in length.
@@ -200,17 +201,20 @@ class Guard(Recorder):
             self._before.setdefault(address(tensor), tensor.detach().clone())
 
     def treat_as_input(self, tensor: torch.Tensor) -> None:
-        """Forget how the tensor was computed, because a collective has filled it."""
+        """Forget how the tensor was computed, because a collective has filled it.
+
+        Nothing happens if the tensor has a gradient function.
+        """
         # the recorded calls that computed its previous contents no longer apply
         if tensor.grad_fn is None:
             self._made.pop(id(tensor), None)
 
     def comes_from_batch(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor was computed from the batch."""
+        """Return whether the tensor is known to be computed from the batch."""
         return self._find_computing_calls(tensor)[1]
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor was computed from the batch or from the batch's row count."""
+        """Return whether the tensor is known to depend on the batch or its row count."""
         places, reached, _ = self._find_computing_calls(tensor)
         return reached or any(
             isinstance(each, RowNumber)
@@ -219,7 +223,11 @@ class Guard(Recorder):
         )
 
     def is_sum_over_rows(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is a sum over the rows of this rank's batch."""
+        """Return whether the tensor is a sum over the rows of this rank's batch.
+
+        The result is False if the tensor requires a gradient, or if it can't be computed again from
+        fewer rows.
+        """
         # the calls are repeated for a few rows, at once and in two parts, to see whether the parts
         # add up
         places, _, is_known = self._find_computing_calls(tensor)
@@ -263,14 +271,21 @@ class Guard(Recorder):
         return torch.nn.ModuleList(getattr(model, "module", model) for model in self.models)
 
     def is_flag(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is a single 0 or 1 that wasn't computed from the batch."""
+        """Return whether the tensor is a single integer or boolean 0 or 1.
+
+        The result is False if it was computed from the batch.
+        """
         # programs exchange such a flag, for example to stop all ranks together
         if tensor.numel() != 1 or tensor.is_floating_point() or tensor.is_complex():
             return False
         return int(tensor.detach()) in (0, 1) and not self.comes_from_batch(tensor)
 
     def depends_on_rows(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor would have another size if the batch had fewer rows."""
+        """Return whether the tensor would have another size if the batch had fewer rows.
+
+        The result is True, too, if a tensor computed from the batch can't be computed again from
+        fewer rows.
+        """
         # The recorded calls run again on fewer rows to see whether the size changes. If they can't,
         # any tensor computed from the batch counts as dependent.
         if not self.rows or not tensor.ndim or len(tensor) % self.rows:
@@ -308,7 +323,10 @@ class Guard(Recorder):
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
-        """Return why unequal shares would change the model's training, or "" if they wouldn't."""
+        """Return why unequal shares would change the model's training, or "" if they wouldn't.
+
+        If that can't be determined, the result says why.
+        """
         # Shares change nothing if they give the same gradient as the program's own launcher. If
         # ranks communicate in the models' layers, losses are compared instead of gradients.
         record = self._find_record(loss)

@@ -49,7 +49,10 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `__iter__` in subclasses of `DataLoader`, such as torchdata's."""
+    """Hook of `__iter__` in subclasses of `DataLoader`, such as torchdata's.
+
+    Return a `Loop` if its batches train a model and PyTorch's own iterator makes them.
+    """
     # with any other iterator, the number of batches fetched ahead is unknown
     if getattr(loader.batch_sampler, "opens", False) or not PROGRAM.trains(loader):
         return wrapped(*arguments, **keywords)
@@ -139,7 +142,7 @@ class Loop:
 
     @property
     def batch_maker(self) -> str:
-        """Class name of the user's batch sampler, or "" if the sampler comes from a library."""
+        """Class name of a batch sampler from outside PyTorch and accelerate, or ""."""
         return name_own_sampler(self.shared_batches.given)
 
     def follow(self, training: Any) -> None:
@@ -151,7 +154,10 @@ class Loop:
         self.sampler.take(self._step)
 
     def varies(self) -> bool:
-        """Return whether the data set returns different samples for the same index."""
+        """Return whether the data set returns different samples for the same index.
+
+        It is read twice with the same random state. The result is False if reading fails.
+        """
         with suppress(Exception):  # the user's code may not support this call
             copied_data = copy_dataset(self._loader.dataset)
             number = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
@@ -178,8 +184,8 @@ class Loop:
     def few_rows(self) -> FewRows | None:
         """Fetch a few rows of the current batch again, collated by the script's own function.
 
-        The result is None for PyTorch's own collate function, and if the function doesn't reproduce
-        the batch.
+        The result is None if rows can't be divided, for PyTorch's own collate function, and if the
+        function doesn't reproduce the batch.
         """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
@@ -218,7 +224,11 @@ class SharedBatches:
 
     @classmethod
     def of(cls, loader: Any) -> SharedBatches:
-        """Return the loader's `SharedBatches`, creating it if needed."""
+        """Return the loader's `SharedBatches`, which is installed in the loader on first use.
+
+        If the loader makes no batches or its data set is a stream, the result isn't installed and
+        only has a `fault`.
+        """
         given = loader.batch_sampler
         if isinstance(given, SharedBatches):
             return given
@@ -250,7 +260,8 @@ class SharedBatches:
         """Yield this rank's share of each global batch.
 
         If rows can't be divided, yield its own batches. `drawn` iterates over the batches of the
-        script's own sampler. `resumes` is True if that starts in the middle of an epoch.
+        script's own sampler. `resumes` is True if that starts in the middle of an epoch. Raises
+        RequestError if that sampler draws other rows later in the epoch than at its beginning.
         """
         # One of these is drawn for each batch. A loop may leave an epoch early, and the rows of the
         # next epoch may depend on how far the sampler got.
@@ -355,7 +366,7 @@ def _draw_own_batches_too(
 
 
 def name_own_sampler(sampler: Any) -> str:
-    """Return the class name of a user's batch sampler, or "" if it comes from a library."""
+    """Return the class name of a batch sampler from outside PyTorch and accelerate, or ""."""
     for each in _chain(sampler):
         home = type(each).__module__.partition(".")[0]
         if home not in ("torch", "accelerate", "evener"):
@@ -366,8 +377,8 @@ def name_own_sampler(sampler: Any) -> str:
 def draw_ranks(sampler: Any) -> list[list[Any]]:
     """Return, for each rank, the batches of row indices that its sampler draws in this epoch.
 
-    Raises RequestError if the sampler doesn't know its rank or gives ranks different batch counts
-    or sizes.
+    Raises RequestError if the sampler can't be copied for other ranks, or if the ranks' batches
+    don't form global batches.
     """
     if _find_rank_attribute(sampler) is None:
         raise _uneven("its rows aren't shared out by a DistributedSampler")

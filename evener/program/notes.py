@@ -63,7 +63,7 @@ def read_settings() -> ProgramSettings:
 
 
 def print_on_first_rank(words: str) -> None:
-    """Print a line to stderr, on rank 0 only."""
+    """Print "evener: " and a line to stderr, on rank 0 only."""
     # With several ranks, a line break keeps it off a progress bar. It begins with a carriage
     # return, so that tools that merge the output of processes drop the empty line.
     if current_rank() == 0:
@@ -121,7 +121,10 @@ class Notebook:
             print_on_first_rank(f"shares stay equal: {self.why}{more}")
 
     def suppose_even(self, why: str) -> None:
-        """Print why shares are equal for now; a later loop may still get unequal shares."""
+        """Print why shares are equal for now; a later loop may still get unequal shares.
+
+        If none does, `why` is the reason in the `RankNote`.
+        """
         self.pending_reason, self._supposes_even = why, True
         print_on_first_rank(f"shares stay equal: {why}")
 
@@ -148,7 +151,11 @@ class Notebook:
                 self._record.add(step.sizes, step.own_work_s, step.step_s, step.disturbed)
 
     def leave(self) -> None:
-        """Write this rank's `RankNote` to the folder that `evener run` has chosen."""
+        """Write this rank's `RankNote` to the folder that `evener run` has chosen.
+
+        If nothing has trained by shares, print a reason that is still pending. Without a folder,
+        nothing happens.
+        """
         if not self.settings.folder:
             return
         if not self.hooks and self._supposes_even:

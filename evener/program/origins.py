@@ -75,7 +75,10 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the collective that this tensor was computed from, or "" if none is known."""
+        """Return the collective that this tensor was computed from, or "" if none is known.
+
+        The result is also "" for tensors that the collective itself filled.
+        """
         return self._marks.find_own(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> None:

@@ -29,9 +29,9 @@ def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def check_use() -> None:
-    """Exit with an explanation if the script hasn't opened its plan.
+    """Exit with an explanation if no process of this launch has opened a plan.
 
-    Raises SystemExit with exit code 2.
+    Raises SystemExit with exit code 2. Only one of the processes prints the explanation.
     """
     if is_used(os.environ[PLAN_USED]):
         return

@@ -102,16 +102,19 @@ class Program:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Row count of each rank in a step; empty until evener divides the batches."""
+        """Row count of each rank in a full batch; empty until evener divides the batches."""
         return () if self.training is None else self.training.ranks.batches
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Row count of each rank in the current batch; empty outside of training loops."""
+        """Row count of each rank in the current batch; empty before the first batch."""
         return () if self._loop is None else self._loop.sizes
 
     def trains(self, loader: Any) -> bool:
-        """Return whether a loop over `loader` trains a model rather than evaluates it."""
+        """Return whether a loop over `loader` trains a model rather than evaluates it.
+
+        The result is False without other ranks, and inside `left_unchanged`.
+        """
         # a model is in training mode, or the loader has trained before: some programs leave their
         # models in evaluation mode after an epoch
         group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -186,7 +189,7 @@ class Program:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether any step of this training run has had unequal shares."""
+        """Whether a step of this training run, or its current batch, has had unequal shares."""
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
     def note_own_iteration(self, loader: Any) -> None:
@@ -232,7 +235,10 @@ class Program:
             exchanges.note_entered(exchanges.origins.read, "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook that counts a step, and prints why shares stay equal if they have to."""
+        """Optimizer hook that counts a step, and prints why shares stay equal if they have to.
+
+        In strict mode, it raises RequestError instead of training on.
+        """
         self._updated = True
         self._stepped = True
         if self._loop is not None:
@@ -274,7 +280,7 @@ class Program:
 
     @property
     def is_single_rank(self) -> bool:
-        """Whether only evener's first process runs the script, as it creates no process group."""
+        """Whether only evener's first process runs the script, without a process group so far."""
         has_group = dist.is_available() and dist.is_initialized()
         return not has_group and is_eveners_rank() and not is_released()
 
@@ -306,9 +312,9 @@ class Program:
             self._end_strictly(words)
 
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of gradient clipping: refuse clipping before gradients are averaged over ranks.
+        """Hook of gradient clipping: clipping before gradients are averaged keeps shares equal.
 
-        Raises RequestError if shares have differed already.
+        Raises RequestError if the script trains by the plan's shares already.
         """
         # clipping would then depend on the shares
         if not self._others and any(
@@ -347,7 +353,11 @@ class Program:
             self.notebook.warn(views.EXCHANGED)
 
     def note_exchange(self, call: ExchangeCall | None = None) -> None:
-        """Warn if the user's script exchanges values between ranks while shares are unequal."""
+        """Warn if the user's script exchanges values between ranks while shares are unequal.
+
+        `call` is the collective, or None if unknown. Nothing happens unless a model is in training
+        mode.
+        """
         # this is called for each collective of the program
         if len(set(self.sizes)) <= 1 or not any(model.training for model in self.models):
             return
@@ -471,7 +481,8 @@ class Program:
         """Finish the training step of the loop's last batch.
 
         After the first step, all ranks decide whether shares may differ. Every rank has to call
-        this the same number of times.
+        this the same number of times. Raises RequestError if another training run interrupted the
+        loop, or if ranks have trained with different row orders or learning rates.
         """
         if loop.was_interrupted:
             raise RequestError(*views.INTERRUPTED)
@@ -487,7 +498,10 @@ class Program:
         self._drop_guard()
 
     def end(self, loop: Any) -> None:
-        """End a loop over a loader, whether it ran to the end or the script left it early."""
+        """End a loop over a loader, whether it ran to the end or the script left it early.
+
+        If it trained by shares, the ranks compare their last steps, so every rank has to call this.
+        """
         self._drop_guard()
         if loop.is_over:
             return
@@ -558,7 +572,8 @@ class Program:
     def _compare_records(self, loop: Any) -> None:
         """Compare all ranks' records of the last steps; make shares equal if one has a problem.
 
-        Raises RequestError if ranks have trained with different row orders or learning rates.
+        Every rank has to call this. Raises RequestError if ranks have trained with different row
+        orders or learning rates.
         """
         # The records are of the steps since the last comparison. Any other difference or fault
         # makes the training return to equal shares.
@@ -620,8 +635,9 @@ class Program:
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
         """Gather one value from each rank, in rank order; `own` is this rank's.
 
-        Values go through the process group's store, and must be serializable by msgspec. The result
-        is empty if a rank doesn't answer within `seconds`; 0 uses the default timeout.
+        Every rank has to call this the same number of times. Values go through the process group's
+        store, and must be serializable by msgspec. The result is empty on all ranks if one doesn't
+        answer within `seconds`; 0 uses the store's timeout.
         """
         # values are exchanged through the process group's store
         self._exchanges += 1
@@ -644,7 +660,10 @@ class Program:
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _train_loop_by_shares(self, loop: Any) -> None:
-        """Decide with all ranks, after a step, whether this loop may use unequal shares."""
+        """Decide with all ranks, after a step, whether this loop may use unequal shares.
+
+        Every rank has to call this after the same step.
+        """
         # All ranks call this after the same step. If the program has exchanged values, wait one
         # more step, which may use them.
         every = self.exchange(self._make_record(loop), EXCHANGE_SECONDS)
@@ -689,7 +708,8 @@ class Program:
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
         """Return a plan with equal shares if the launched plan was for another model or batch.
 
-        The result is None if the launched plan can be used.
+        The result is None if the launched plan can be used, or if the script started another number
+        of processes. `global_batch` is in rows per step.
         """
         # If the shares of that plan were determined for another model or batch size, the result is
         # a copy with equal shares.
@@ -716,6 +736,10 @@ class Program:
         **place: Any,
     ) -> PlannedTraining:
         """Create a training run that uses the plan's shares.
+
+        - `global_batch`: rows per step.
+        - `weigh`: what is multiplied by a rank's weight, such as "gradients" or "loss".
+        - `place`: further arguments of `find_shares`.
 
         Raises EvenerError if the plan doesn't fit the script.
         """

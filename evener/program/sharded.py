@@ -40,7 +40,10 @@ def has_copies(models: Iterable[Any]) -> bool:
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
-    """Return whether the optimizer also trains parameters outside of `models`."""
+    """Return whether the optimizer also trains parameters outside of `models`.
+
+    The result is False with DeepSpeed, whose optimizers can't be checked.
+    """
     return not has_copies(models) and unowned.trains_others(optimizer, models)
 
 

@@ -104,7 +104,10 @@ def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None
 
 
 def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
-    """Raise RequestError if, on any rank, unequal shares would change the loss."""
+    """Raise RequestError on every rank if, on any of them, unequal shares would change the loss.
+
+    Every rank has to call this.
+    """
     # an audit in the first step would reach all ranks two steps after the shares are unequal
     found = PROGRAM.exchange(strategy.find_difference(loader))
     if differing := next(filter(None, found), ""):

@@ -137,7 +137,8 @@ class UnchangedTraining:
     """Times the training steps of this process and reports them to the monitor.
 
     A step goes from one batch of a DataLoader to the next. Without a DataLoader, it goes from one
-    update of the first optimizer to the next. Timing begins after the first update.
+    update of the first optimizer to the next. Timing begins after the first update, and ends for
+    good if something else reports the steps, such as a Trainer's hooks.
     """
 
     def __init__(self) -> None:
@@ -175,7 +176,10 @@ class UnchangedTraining:
                 self._iterations[iterator] = _Iteration(loader)
 
     def begin_loop(self, loader: Any) -> None:
-        """Start the timer when a loop over a training loader begins."""
+        """Start the timer when a loop over a training loader begins.
+
+        The time until the loop's first batch then counts as input time.
+        """
         if self._timer is None or self._has_batch or not self._is_own_thread:
             return
         with self._harmless:
@@ -183,7 +187,10 @@ class UnchangedTraining:
                 self._timer.start_loop()
 
     def fetch(self, wrapped: Any, iterator: Any, arguments: Any, keywords: Any) -> Any:
-        """Fetch the next batch, which ends the previous step and begins a new one."""
+        """Fetch the next batch, which ends the previous step and begins a new one.
+
+        A batch for validation is only fetched.
+        """
         timer = self._timer
         if timer is None or self._is_without_loader or get_ident() != self._thread:
             return wrapped(*arguments, **keywords)
@@ -267,7 +274,7 @@ class UnchangedTraining:
         return iteration.untrained >= MOST_UNTRAINED or loader in self._validating
 
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of `autograd.backward`: count backward passes, and begin timing with the first."""
+        """Hook of `autograd.backward`: count passes; timing begins with one after an update."""
         if self._timer is None and self._device is not None and not self._is_over:
             with self._harmless:
                 self._begin(self._device)
@@ -289,7 +296,10 @@ class UnchangedTraining:
             timer.note_pass_alone()
 
     def save(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of `torch.save`: mark the step as disturbed while a checkpoint is written."""
+        """Hook of `torch.save`: time it as writing files if the rows come from no DataLoader.
+
+        Otherwise the timer itself notices files that are written between steps.
+        """
         if self._timer is None or not self._is_without_loader or not self._is_own_thread:
             return wrapped(*arguments, **keywords)
         with self._timer.writing():
@@ -438,7 +448,10 @@ def _find_device(optimizer: Any) -> torch.device:
 
 
 def _count_rows(batch: Any, batch_size: int | None) -> int:
-    """Return the rows in a batch: its first dimension, but at most `batch_size`."""
+    """Return the rows in a batch: its first dimension, but at most `batch_size`.
+
+    If no tensor is found, return `batch_size`, or 0 without one.
+    """
     first = batch[0] if isinstance(batch, list) and batch else batch
     shape = first.shape if type(first) is torch.Tensor else ()
     if not shape:

@@ -178,8 +178,9 @@ def find_fault(model: Any) -> str:
 def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
     """Return why evener can't use unequal shares for an optimizer's model, or "".
 
-    `of_loader` is returned if the model is suitable, because the loader is then the cause. The
-    result is "" if the optimizer trains none of `models`.
+    `of_loader` is returned if the model is suitable, because the loader is then the cause. Without
+    `models`, the result says that no model is wrapped. The result is "" if the optimizer trains
+    none of `models`.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:

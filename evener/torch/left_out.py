@@ -26,7 +26,7 @@ READ_AFTER = 2  # in steps; no rank gets this far before all have written
 class LeftOutBatches:
     """Records the steps in which this rank's loss was 0, and compares them with other ranks.
 
-    `place` is the prefix of keys in the process group's store.
+    `place` is the prefix of keys in the process group's store, the same on every rank.
     """
 
     def __init__(self, place: str, rank: int) -> None:
@@ -40,8 +40,8 @@ class LeftOutBatches:
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
         """Record, before a backward pass, if the loss is 0.
 
-        `made_of` identifies the operations that computed it. Once they have given a loss other than
-        0, they aren't checked again.
+        A step is left out only if all its losses are 0. `made_of` identifies the operations that
+        computed the loss. Once they have given a loss other than 0, they aren't checked again.
         """
         # Reading a loss makes the host wait for the device. So operations whose loss was once other
         # than 0 aren't checked again.

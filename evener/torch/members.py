@@ -89,7 +89,7 @@ class Members:
         return self._ids, tuple(map(_REQUIRES_GRAD, self._parameters))
 
     def buffers(self) -> list[tuple[str, Any]]:
-        """Return the names and buffers of the model."""
+        """Return the names and buffers of the model; a buffer of two modules occurs twice."""
         if self._owners is None:
             named = self._list_modules()
             self._owners = [(name, own_buffers(each)) for name, each in named if own_buffers(each)]

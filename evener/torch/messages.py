@@ -29,7 +29,7 @@ def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
 
 
 def broadcast_message(own: Value, kind: Any = Any) -> Value:
-    """Return rank 0's value on all ranks.
+    """Return rank 0's value on all ranks; `own` is ignored on the others.
 
     Every rank has to call this. `kind` is the type to decode it as. Raises msgspec.ValidationError
     if the value isn't of this type.

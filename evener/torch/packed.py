@@ -27,7 +27,10 @@ def explain_unusable(tensor: Any) -> str:
 
 
 def pack_weights(model: Any, device: torch.device) -> None:
-    """Pack the model's unpacked 4-bit weights one by one on `device`, and keep them on the CPU."""
+    """Pack the model's unpacked 4-bit weights one by one on `device`, and keep them on the CPU.
+
+    Weights on the meta device are left unchanged.
+    """
     # each is moved to `device` to be packed, one at a time to save memory
     for module in model.modules():
         for name, tensor in own_parameters(module).items():

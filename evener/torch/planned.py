@@ -130,7 +130,7 @@ class PlannedTraining:
         self.weights.shares = self.reporter.shares = now
 
     def close(self) -> None:
-        """Stop reporting and auditing."""
+        """Stop reporting and auditing, and remove this run's hooks from PyTorch."""
         self.reporter.close()
         self.timer.release()
         self.audits.release()
@@ -183,7 +183,11 @@ class PlannedTraining:
     def compare_data(
         self, dataset: Any, collate: Callable[[list[Any]], Any], sampler: UnevenBatchSampler
     ) -> None:
-        """Check at the end of the first step that all ranks have this same data set."""
+        """Register a training data set, to check that all ranks have the same one.
+
+        Ranks compare their data sets once, at the end of the first trained step. `sampler`
+        determines the order of rows, and `collate` makes a batch of a list of them.
+        """
         if self._data is not None:
             others = [each for each in self._data if each[0] is not dataset]
             self._data = [*others, (dataset, collate, sampler)]
@@ -203,7 +207,10 @@ class PlannedTraining:
         return self._data is not None and self.world > 1 and not self.audits.follows_launcher
 
     def _compare_data(self) -> None:
-        """Raise a RequestError if the ranks have different data sets."""
+        """Raise RequestError on every rank if the ranks have different data sets.
+
+        Every rank has to call this.
+        """
         own = self.summarize_data()
         with own_collectives():
             every = gather_messages(own, list[RankData])
@@ -225,7 +232,10 @@ class PlannedTraining:
             sampler.change_shares(shares, ahead)
 
     def stay_even(self) -> None:
-        """Keep shares equal for the rest of the training run, and stop rebalancing."""
+        """Keep shares equal for the rest of the training run, and stop rebalancing.
+
+        The change takes effect after the batches that loaders have drawn already.
+        """
         self._later = None
         if self.rebalancing is not None:
             self.rebalancing.stop()
@@ -343,7 +353,11 @@ class PlannedTraining:
         self.weights.begin(sizes)
 
     def end(self) -> None:
-        """End the current global batch, and call the listeners of finished steps."""
+        """End the current global batch.
+
+        If it was trained, `listeners` are called with the row count of each rank; they may change
+        the shares. Raises RequestError after the first step if ranks have different data sets.
+        """
         is_over = self.timer.finish()
         if self._compares_data and self.timer.has_trained:
             self._compare_data()

@@ -151,7 +151,7 @@ def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
 
 
 def count_yielded(iterator: Any) -> int:
-    """Return the number of batches that a DataLoader's iterator has yielded."""
+    """Return how many batches a DataLoader's iterator has yielded; 0 if unknown."""
     return getattr(iterator, "_num_yielded", 0)
 
 
@@ -198,7 +198,7 @@ def free_gathered(models: Iterable[Any]) -> None:
 
 
 def ignores_parameters(model: Any) -> bool:
-    """Return whether FSDP leaves any of the model's parameters unsharded."""
+    """Return whether FSDP1 leaves any of the model's parameters unsharded."""
     return any(bool(getattr(part, "_ignored_params", ())) for part in model.modules())
 
 

@@ -42,9 +42,8 @@ def raise_no_shares() -> NoReturn:
 class Rebalancing:
     """Measures the compute time of all ranks during training, and changes their shares.
 
-    Arguments:
-
-    - `training`: the PlannedTraining to rebalance.
+    Every rank has to create one, as it makes a process group. `training` is the PlannedTraining to
+    rebalance.
     """
 
     def __init__(self, training: Any) -> None:  # a PlannedTraining

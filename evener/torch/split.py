@@ -348,10 +348,10 @@ class Split(PlannedTraining):
         return _checkpoints().load(folder, model, optimizer)
 
     def scale(self, loss: Any) -> Any:
-        """Return the loss scaled by this rank's weight, for `weigh="loss"`.
+        """Return this rank's mean loss, scaled for libraries that average over ranks.
 
-        Call `backward` on the result. Raises RequestError with `weigh="gradients"`, or inside
-        `parts`.
+        The mean over ranks is then the mean over all rows. Use it with `weigh="loss"`, and call
+        `backward` on the result. Raises RequestError with `weigh="gradients"`, or inside `parts`.
         """
         self.weights.refuse_in_parts("scale")
         if self.weights.weigh != "loss":

@@ -40,6 +40,7 @@ def replace_rendezvous() -> None:
     """Let process groups meet through a file, if `evener launch` set their address.
 
     This replaces PyTorch's handlers for env:// and tcp:// addresses, which still serve all others.
+    Other TCP stores of this process then listen only on their own address.
     """
     # PyTorch's public `register_rendezvous_handler` can only add schemes
     _limit_tcp_stores()
@@ -143,8 +144,9 @@ def listen_at(host: str, port: int) -> dict[str, int]:
 def open_tcp_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
     """Connect to a TCPStore at this host and port, and return it.
 
-    With `serves`, this process runs the server. Otherwise RuntimeError is raised if no process does
-    within `timeout`.
+    With `serves`, this process runs the server, which listens on the address of `host` only.
+    Otherwise RuntimeError is raised if no process does within `timeout`, which also limits later
+    operations.
     """
     place = {"port": port, **(listen_at(host, port) if serves else {})}
     return dist.TCPStore(host, is_master=serves, timeout=timeout, multi_tenant=True, **place)

@@ -190,7 +190,8 @@ class TrainingAudits:
     def begin(self, batch: Any) -> bool:
         """Begin a batch; return whether its gradients have to be audited.
 
-        Calling it again with the same batch returns the same answer.
+        Calling it again with the same batch returns the same answer. It also acts on the ranks'
+        results of earlier audits, and raises RequestError if gradients differ.
         """
         # a single device that computes a batch at once needs no audit
         if self._is_single_device:

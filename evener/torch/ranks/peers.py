@@ -230,7 +230,8 @@ class PeerWatcher:
 def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
     """Detect from now on that other ranks of the default process group have ended.
 
-    This replaces the watch on an earlier group.
+    This replaces the watch on an earlier group. When this process exits, it tells the other ranks
+    and leaves the group.
     """
     newest = PeerWatcher.newest
     if newest is None:

@@ -50,7 +50,8 @@ class ProcessRank(msgspec.Struct, frozen=True):
 def find_process_rank() -> ProcessRank:
     """Return this process's rank, from the process group or torchrun's environment.
 
-    Raises PlanError if torchrun's variables are incomplete or invalid.
+    Without either, it is rank 0 of 1. Raises PlanError if torchrun's variables are incomplete or
+    invalid.
     """
     if dist.is_available() and dist.is_initialized():
         return ProcessRank(
@@ -156,7 +157,7 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 
 
 def fetching_threads(processes: int) -> int:
-    """Return how many threads a process should use to fetch rows.
+    """Return how many threads a process should use to fetch rows, at most 8.
 
     `processes` is the number of processes on this machine.
     """
@@ -205,7 +206,8 @@ def exchange_values(
 ) -> list[bytes]:
     """Send a value to all ranks through a key-value store, and return all values in rank order.
 
-    If `seconds` isn't 0, it is a timeout: unless all values arrive in time, every rank gets [].
+    Every rank has to call this. No key of the store may start with `prefix` before. If `seconds`
+    isn't 0, it is a timeout: unless all values arrive in time, every rank gets [].
     """
     keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -235,7 +237,8 @@ def _open_store() -> Any:
 def join(device: Any, backend: str | None) -> None:
     """Create the default process group, unless the program has created one.
 
-    A `backend` of None means NCCL and gloo for GPUs, and gloo for CPUs.
+    Every rank has to call this. A `backend` of None means NCCL and gloo for GPUs, and gloo for
+    CPUs. Raises PlanError if torchrun's environment variables are incomplete.
     """
     if dist.is_initialized():
         return

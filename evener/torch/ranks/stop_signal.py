@@ -25,7 +25,7 @@ MOST_STEPS = 1000  # maximum number of steps between two all-reduces
 class StopSignal:
     """Catches SIGTERM on any rank, and lets all ranks stop after the same step.
 
-    `world` is the number of ranks.
+    Every rank has to create one. `world` is the number of ranks.
     """
 
     def __init__(self, world: int) -> None:

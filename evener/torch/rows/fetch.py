@@ -33,8 +33,8 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row indices, into pinned memory)
 def whole_fetch(dataset: Any) -> Whole | None:
     """Return a function that fetches a whole batch from `dataset` at once, or None.
 
-    This is possible for a TensorDataset, for a Subset of one, and for a data set whose
-    `__getitems__` accepts a tensor of row indices.
+    This is possible for a TensorDataset, for a data set whose `__getitems__` is annotated to take a
+    torch.Tensor of row indices, and for a Subset of either.
     """
     # The method `__getitems__` must return the batch as the loop gets it.
     if type(dataset) is TensorDataset:

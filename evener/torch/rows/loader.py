@@ -176,7 +176,11 @@ class Loader:
 
     @property
     def next_epoch(self) -> int:
-        """Number of the epoch that the next loop iterates over."""
+        """Number of the epoch that the next loop iterates over.
+
+        It is the epoch that `set_epoch` has chosen or `load_state_dict` has loaded, if that has
+        batches left; otherwise the following one.
+        """
         sampler = self.batch_sampler
         return sampler.epoch + (not self._fresh or not (sampler.steps_left or self._chosen))
 
@@ -277,7 +281,7 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
         self._loader = loader
 
     def __len__(self) -> int:
-        """Return the number of rows that this rank loads in an epoch."""
+        """Return the number of rows that this rank loads in an epoch, including filler rows."""
         sampler = self._loader.batch_sampler
         firsts = range(0, len(sampler) * sampler.global_batch, sampler.global_batch)
         return sum(max(1, sampler.sizes_at(first)[sampler.rank]) for first in firsts)

@@ -197,9 +197,10 @@ class UnevenBatchSampler:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn if the data set has fewer rows than `planned`, or a rank none of the last batch.
+        """Warn if the data set is too small, or the last batch has no row for some rank.
 
-        `planned` is the plan's global batch in rows.
+        It is too small if it has fewer rows than `planned`, the global batch of the plan; 0 skips
+        this check.
         """
         if self.length < planned:
             warnings.warn(
@@ -253,11 +254,17 @@ class UnevenBatchSampler:
         return self.join_tail and not self.drop_last and 0 < rest < len(self.shares)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """Return the row count of each rank in a step, counted from the current position."""
+        """Return the row count of each rank in a step, counted from the current position.
+
+        It is 0 for a rank that has only a filler row.
+        """
         return self.sizes_at(self.position + step * self.global_batch)
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Record that a step begins, and return the row count of each rank in it."""
+        """Record that a step has begun, and return the row count of each rank in it.
+
+        The step is counted from the current position. Later changes of shares take effect after it.
+        """
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)
 

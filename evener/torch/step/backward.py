@@ -36,7 +36,10 @@ _LISTENERS: WeakList[Any] = WeakList()
 
 
 def listen(listener: LossListener) -> Callable[[], Any]:
-    """Call `listener.note_loss` before each backward pass; return a function that ends this."""
+    """Call `listener.note_loss` before each backward pass; return a function that ends this.
+
+    It also ends when the listener is garbage-collected.
+    """
     # without listeners, `Tensor.backward` is PyTorch's original method
     _LISTENERS.add(listener)
     release = _HOOKS.hold(listener)

@@ -67,7 +67,10 @@ class LoaderSteps(StepListener):
     trains: bool
 
     def compare(self, digest: int) -> None:
-        """Raise RequestError if ranks have drawn different row orders or have different lengths."""
+        """Raise RequestError if ranks have drawn different row orders or have different lengths.
+
+        Every rank has to call this; `digest` is this rank's checksum of both.
+        """
         # otherwise rows would be computed twice, or ranks would wait for each other forever
         if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
             raise RequestError(
@@ -113,7 +116,7 @@ class LoaderSteps(StepListener):
 
 
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
-    """Compute the loss and the gradients of a batch, pass by pass, and return the total loss.
+    """Compute the loss and gradients of a batch pass by pass, and return this rank's mean loss.
 
     `compute` returns the mean loss of a part, and `count` its denominator, such as a token count;
     None means the row count.

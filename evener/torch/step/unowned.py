@@ -56,8 +56,8 @@ class UnownedTensors:
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters that a module owns.
 
-        Raises RequestError if gradients of the others were neither summed over ranks nor equal on
-        all ranks.
+        Every rank has to call this before the optimizer's step. Raises RequestError if gradients of
+        the others were neither summed over ranks nor equal on all ranks.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         unowned = [parameter for parameter in parameters if id(parameter) not in owned]
@@ -90,7 +90,10 @@ class UnownedTensors:
         return None if weigh is None else weigh()
 
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
-        """Return whether the gradients are equal on all ranks."""
+        """Return whether the gradients are equal on all ranks.
+
+        Every rank has to call this.
+        """
         # for example, a loop copies them from a wrapped model after its gradients were summed
         flat = torch.cat([gradient.detach().reshape(-1).to(self.device) for gradient in gradients])
         least = -flat

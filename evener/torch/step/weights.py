@@ -126,7 +126,10 @@ class BatchWeights(BatchTracker):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Row count of each rank in the current batch."""
+        """Row count of each rank in the current batch.
+
+        After an epoch, it is that of the last batch; before the first batch, that of a full one.
+        """
         batch = self.current or self.last
         return self.shares.batches if batch is None else batch.sizes
 
@@ -268,7 +271,8 @@ class BatchWeights(BatchTracker):
     def begin_parts(self, batch: Any) -> TakenBatch:
         """Start computing a batch in parts, and return the loader's batch that it comes from.
 
-        Raises RequestError inside another batch's parts, and under Lightning.
+        Raises RequestError inside another batch's parts, under Lightning, and if no loader has
+        yielded the batch.
         """
         self.refuse_in_parts("parts")
         if self.weigh == "trainer":
@@ -340,7 +344,8 @@ class BatchWeights(BatchTracker):
     def refuse_in_parts(self, name: str) -> None:
         """Raise RequestError in a pass, where ranks must not communicate.
 
-        `name` is the method of Split that was called there.
+        `name` is the method of Split that was called there. Raises WholeBatchLoss if an audit calls
+        "loss" or "gather".
         """
         # ranks run different numbers of passes, so a collective in each pass would make them wait
         # for each other forever

@@ -32,7 +32,8 @@ from ..sums.exchange import Exchange
 def model_digest(model: Any) -> str:
     """Return a digest of the shapes and dtypes of a model's parameters and buffers.
 
-    A plan contains it, to detect when it is used with another model.
+    It has 16 hexadecimal digits, and also depends on which parameters are trained, but not on
+    names. A plan contains it, to detect when it is used with another model.
     """
     parameters = [
         f"{tuple(parameter.shape)}:{parameter.dtype}:{parameter.requires_grad}"
@@ -43,7 +44,7 @@ def model_digest(model: Any) -> str:
 
 
 def check_model(model: Any, plan: Plan | None, strict: bool) -> None:
-    """Warn if the plan was made for another model, or raise an error if `strict`."""
+    """Warn if the plan was made for another model, or raise PlanError if `strict`."""
     if plan is not None:
         for difference in check_fit(
             plan, devices=None, world=None, workload_digest=model_digest(model), strict=strict
