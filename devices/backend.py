@@ -158,14 +158,20 @@ class VitalsReader(Protocol):
     """
 
     def read(self, full: bool) -> Vitals:
-        """Return the vitals now; memory and processes are read only if `full` is True."""
+        """Return the vitals now; memory, processes and load are read only if `full` is True.
+
+        A failure of the driver isn't raised, but described by `trouble`.
+        """
 
     def close(self) -> None:
-        """Release the driver."""
+        """Release the driver. May be called more than once."""
 
 
 class VitalsWatch:
-    """Reads a device's vitals on separate threads, so that a hanging driver blocks nobody."""
+    """Reads a device's vitals on separate threads, so that a hanging driver blocks nobody.
+
+    Until the driver has answered once, vitals are empty and its failures aren't reported.
+    """
 
     def __init__(self, reader: VitalsReader) -> None:
         self._reader = reader
@@ -252,7 +258,8 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
 class Backend(Protocol):
     """A kind of devices: finds them, limits them, reads them and names them in the frameworks.
 
-    Subclasses are registered in `devices/registry.py`.
+    Subclasses are registered in `devices/registry.py`. Importing their modules must not start a
+    driver.
     """
 
     # the name in `--devices`, in labels (GPU:0) and in `Device.kind`; lower case letters and digits

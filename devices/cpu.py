@@ -147,7 +147,10 @@ class CpuSource:
 
 
 def read_heat() -> tuple[Reading, Reading]:
-    """Return the processor's temperature and its limit, in °C, from its hottest sensor."""
+    """Return the processor's temperature and its limit, in °C, from its hottest sensor.
+
+    Without a sensor, both readings are unsupported.
+    """
     sensors: dict[str, list[Any]] = {}
     with suppress(OSError, AttributeError, RuntimeError):
         sensors = psutil.sensors_temperatures()
@@ -159,7 +162,10 @@ def read_heat() -> tuple[Reading, Reading]:
 
 
 def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
-    """Return the current and the highest clock of the first core in `cores`, in MHz."""
+    """Return the current and the highest clock of the first core in `cores`, in MHz.
+
+    A clock that the kernel doesn't report is unsupported.
+    """
     found: list[Reading] = []
     for name in ("scaling_cur_freq", "cpuinfo_max_freq"):
         reading = UNSUPPORTED
@@ -180,7 +186,10 @@ STEADY_MALLOC = {
 
 
 class CpuSlices(Backend):
-    """Backend of CPU slices, which are requested as `cpu`, `cpu/N` or `cpu/N:I`."""
+    """Backend of CPU slices, which are requested as `cpu`, `cpu/N` or `cpu/N:I`.
+
+    The training process itself enforces a limit of compute, by waiting before each step.
+    """
 
     kind = "cpu"
     own_memory = False
@@ -229,9 +238,9 @@ class CpuSlices(Backend):
         """Return the variables and limits of a process that trains on these slices.
 
         There is one thread per physical core. Memory limits are added up. TensorFlow gets the total
-        by environment variables, PyTorch as `memory_bytes`. For TensorFlow, oneDNN is turned off if
-        the user set a memory limit, because with oneDNN a step beyond the limit kills the process
-        instead of raising an error.
+        by environment variables, PyTorch as `address_space_bytes`. For TensorFlow, oneDNN is turned
+        off if the user set a memory limit, because with oneDNN a step beyond the limit kills the
+        process instead of raising an error.
         """
         cores = tuple(sorted(core for device in devices for core in device.cores))
         threads = max(1, len(core_groups(cores)))

@@ -26,10 +26,13 @@ def discover(
 ) -> Discovery:
     """Find the devices that a request such as `gpu:0,1` or `ray:HOST/gpu:0` asks for.
 
-    With `only_visible`, environment variables such as CUDA_VISIBLE_DEVICES are obeyed, read from
-    `environ` or else from this process; in a Ray cluster, the devices are reserved. `ray_address`
-    is the address of the cluster. Raises `RequestError` for an invalid request, a device that is
-    named twice, or a memory limit above a device's memory.
+    With `only_visible`, `auto` and `gpu` select only devices that variables such as
+    CUDA_VISIBLE_DEVICES make visible, read from `environ` or else from this process. A GPU that is
+    named by index or UUID is used regardless. In a Ray cluster, the devices are reserved.
+    `ray_address` is the address of the cluster, by default RAY_ADDRESS or this machine's. Raises
+    `RequestError` for an invalid request, a device that doesn't exist or is named twice, or a
+    memory limit above a device's memory. Raises `DeviceError` if the requested GPUs' driver fails,
+    or if the cluster can't be used.
     """
     terms = parse_request(spec)
     variables: Mapping[str, str] = {}

@@ -42,7 +42,11 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time of a gradient synchronization: fixed costs, and costs per device and per host."""
+    """Time of gradient synchronization per step, within a host and across hosts.
+
+    Within a host, it is `base_ms`, plus `per_device_ms` for each device after the first. With
+    several hosts, `network_ms` is added, and `per_host_ms` for each host after the first.
+    """
 
     base_ms: Amount = 0.0
     per_device_ms: Amount = 0.0
@@ -131,7 +135,8 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def watts(self, busy: float, samples_per_second: float) -> float:
         """Return the power draw in watts, from the busy fraction of the time and the throughput.
 
-        The dynamic part of the power is 0.3 · `busy` + 0.65 · throughput / highest throughput.
+        The dynamic part of the power is 0.3 · `busy` + 0.65 · throughput / highest throughput. Idle
+        power is 8 % of the power at full load.
         """
         effort = min(1.0, samples_per_second / self.samples_per_second)
         return (self.power_watts or USUAL_WATTS) * (
@@ -148,7 +153,10 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return fastest
 
     def gain(self, processes: int) -> float:
-        """Return the total throughput of several processes on the device, relative to one."""
+        """Return the total throughput of several processes on the device, relative to one.
+
+        It is 1 without `pack_gain`: the processes then share the device's time.
+        """
         points = self.pack_gain
         if not points or processes <= 1:
             return 1.0
@@ -174,7 +182,10 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Step times of a model whose layers are on several devices."""
+    """Step times of a model whose layers are on several devices.
+
+    It never runs out of memory.
+    """
 
     name: Annotated[str, Meta(min_length=1)]
     curve: Curve  # (batch, step ms)
@@ -229,7 +240,10 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """A simulated machine: its devices, synchronization costs, limits and scheduled events."""
+    """A simulated machine: its devices, synchronization costs, limits and scheduled events.
+
+    A `position` is a device's index in `devices`.
+    """
 
     devices: tuple[SimulatedDevice, ...]
     sync: Sync = Sync()

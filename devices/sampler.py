@@ -36,7 +36,8 @@ class Sampler:
     """Samples a source in a background thread, and keeps a history of the readings.
 
     Each snapshot is passed to a subscriber. While the source doesn't answer, the last snapshot is
-    passed on, marked as stale. Raises `ValueError` if the interval is below 0.1 seconds.
+    passed on, marked as stale. Raises `ValueError` if the interval is below 0.1 seconds. Two
+    threads never call the subscriber at once.
     """
 
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
@@ -264,7 +265,10 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 
 
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """Return an unstarted sampler of the requested devices, and the devices usable for training."""
+    """Return an unstarted sampler of the requested devices, and the devices usable for training.
+
+    Raises the same errors as `discover`.
+    """
     found = discover(devices, only_visible=False, ray_address=ray_address)
     return Sampler(open_source(found)), _trainable(found.devices)
 

@@ -418,7 +418,8 @@ class SimulatedDevices(Backend):
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
         """Return the devices of a machine file, or those named in the catalogue.
 
-        Raises `RequestError` if a machine file is combined with other devices.
+        Raises `RequestError` for an unknown name, an invalid file, or a machine file combined with
+        other devices.
         """
         files = [
             term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick

@@ -208,7 +208,8 @@ class TrainingRates:
         """Return a process's tokens/s without padding, and the padding in percent of all tokens.
 
         Both readings are unsupported if its reports contain no token counts, and stale if the
-        report is more than 5 seconds overdue.
+        report is more than 5 seconds overdue. They come from the reports that the last `by_process`
+        has read.
         """
         found = [each for each in self._trainings if each.pid == pid and each.tokens_per_second]
         if not found:

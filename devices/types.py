@@ -113,7 +113,8 @@ _VALUE = State.VALUE
 class Reading(msgspec.Struct, frozen=True, gc=False):
     """The value of one metric, or the reason why there is none.
 
-    `age_seconds` is the time since the value was measured.
+    `age_seconds` is the time since the value was measured. `value` is None unless `state` is VALUE
+    or STALE.
     """
 
     state: State
@@ -236,7 +237,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(Protocol):
-    """Samples a fixed set of devices."""
+    """Samples a fixed set of devices.
+
+    A failure of a device isn't raised, but shown in its readings.
+    """
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices that are sampled."""

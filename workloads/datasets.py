@@ -27,7 +27,7 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
     """Return noisy images of digits and their labels, as a small stand-in for MNIST.
 
     The images have shape (rows, 28, 28, 1), with values from 0 to 1. Each digit is at a random
-    position.
+    position. The labels have shape (rows,).
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, rows)
@@ -55,7 +55,7 @@ def _draw_digits() -> Any:
 def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:
     """Return noisy color images of stripes; the label is the direction of the stripes.
 
-    The images have shape (rows, side, side, 3).
+    The images have shape (rows, side, side, 3). The labels have shape (rows,).
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, rows)
@@ -77,7 +77,7 @@ def sine_waves(
 ) -> tuple[Any, Any]:
     """Return noisy sequences of sine waves; the label is the frequency.
 
-    The sequences have shape (rows, steps, features).
+    The sequences have shape (rows, steps, features). The labels have shape (rows,).
     """
     random = np.random.default_rng(rows)
     labels = random.integers(0, classes, rows)

@@ -213,7 +213,7 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 def find_imports(name: str, framework: str) -> tuple[str, ...]:
     """Return modules that this workload's processes can import early, before it is built.
 
-    Empty if the workload can't be found or read.
+    Empty if the workload can't be found or read. Each is "module" or "module:name".
     """
     from . import user_code
 

@@ -186,7 +186,10 @@ class UserFunction(NamedTuple):
     takes_model: bool = False
 
     def call(self) -> UserModule:
-        """Call the function, and return its result with the data functions of its module."""
+        """Call the function, and return its result with the data functions of its module.
+
+        Exceptions of the user's code are passed on.
+        """
         made = (getattr(self.module, each, None) for each in _DATA_FUNCTIONS)
         data = (each if callable(each) else None for each in made)
         return UserModule(self.function(**self.arguments), *data)
@@ -206,7 +209,7 @@ def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
 
     If it has a required parameter `model` and its module has a function `load_model`, that is
     called first. Raises `RequestError` if the function doesn't exist or the settings don't fit its
-    parameters.
+    parameters. Exceptions of the user's code are passed on.
     """
     home, _, attribute = name.rpartition(":")
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)
@@ -353,7 +356,8 @@ _BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
 def find_models(folder: Path) -> tuple[str, ...]:
     """Return functions that may build a model, in Python files of a folder, as `train.py:build`.
 
-    Likely names come first, then recently changed files. No file is run.
+    Likely names come first, then recently changed files. No file is run. Files that import no
+    framework, or can't be parsed, are left out.
     """
     with suppress(OSError):
         files = [path for path in folder.glob("*.py") if _is_small_file(path)]

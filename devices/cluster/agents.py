@@ -156,7 +156,10 @@ class Agent:
         return cast(T, self.finish(self.begin("call", function, *arguments)))
 
     def keep(self, make: Callable[..., Any], *arguments: Any) -> RemoteObject:
-        """Create an object on the host, and return a handle to it."""
+        """Create an object on the host, and return a handle to it.
+
+        Closing the handle closes the object.
+        """
         name = uuid.uuid4().hex
         self.finish(self.begin("keep", name, make, *arguments))
         self._kept[name] = make, arguments
@@ -315,7 +318,8 @@ def ask_each(
     """Call a function on all hosts at once, and return the results by agent.
 
     The function gets the host's entry of `given`, and the ids of the GPUs that Ray has assigned to
-    its actor, or None if `held` is False.
+    its actor, or None if `held` is False. A RequestError of the function is raised here with the
+    host's name.
     """
     ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
     calls = [

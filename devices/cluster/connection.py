@@ -60,7 +60,10 @@ def connect(address: str = "") -> None:
 
 
 def list_nodes() -> tuple[Node, ...]:
-    """Return the nodes of the cluster that are alive, sorted by address. Addresses are unique."""
+    """Return the nodes of the cluster that are alive, sorted by address. Addresses are unique.
+
+    A node that has just ended may still be among them.
+    """
     import ray
     from ray._private.state import available_resources_per_node
 

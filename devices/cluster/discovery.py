@@ -51,8 +51,9 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
     """Find the devices of a request on the hosts of a Ray cluster.
 
     If `reserve` is True, free GPUs and the CPUs of CPU slices are reserved in Ray, so that no other
-    job of the cluster uses them. Raises `RequestError` for an unknown host, and `DeviceError` if
-    the cluster can't be joined, or if a named host lacks a requested device.
+    job of the cluster uses them; GPUs that other jobs hold are left out. Raises `RequestError` for
+    an unknown host, and `DeviceError` if the cluster can't be joined, or if a named host lacks a
+    requested device.
     """
     connect(address)
     nodes = list_nodes()
@@ -318,7 +319,8 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 class ClusterSource:
     """Reads the devices of several hosts; on each host, an actor reads the host's own devices.
 
-    `open_host` runs on a host and opens the source of its devices.
+    `open_host` runs on a host and opens the source of its devices. Raises `HostLostError` if a host
+    doesn't answer at first; later, its devices are shown as lost.
     """
 
     def __init__(

@@ -104,7 +104,10 @@ class NvidiaGpus(Backend):
         return cuda_library.has_started()
 
     def list_devices(self) -> Listing:
-        """Return all GPUs that answer. Raises `DeviceError` if there is none."""
+        """Return all GPUs that answer. Raises `DeviceError` if there is none.
+
+        A GPU in MIG mode is replaced by its instances.
+        """
         listing = list_gpus()
         if not listing.devices:
             raise DeviceError("The NVIDIA driver lists no GPU that answers.", self.remedy)

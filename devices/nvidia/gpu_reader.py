@@ -98,7 +98,7 @@ class GpuReader:
     """Reads one GPU or MIG instance through NVML.
 
     `parent` is the GPU of a MIG instance. Slowly changing and expensive metrics are read at longer
-    intervals.
+    intervals. After a `GpuGoneError` or `DriverGoneError`, make a new reader.
     """
 
     def __init__(
@@ -301,7 +301,10 @@ class GpuReader:
         )
 
     def close(self) -> None:
-        """Free NVML's sample buffers."""
+        """Free NVML's sample buffers.
+
+        The reader can't be used afterwards.
+        """
         with suppress(self.nvml.NVMLError):
             self._activity.close()
 

@@ -101,7 +101,10 @@ class NvmlSource:
         )
 
     def close(self) -> None:
-        """Close NVML and stop the event thread."""
+        """Close NVML and stop the event thread.
+
+        This takes at most one or two seconds.
+        """
         if not self._is_open:
             return
         self._is_open = False

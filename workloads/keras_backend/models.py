@@ -157,7 +157,11 @@ def towers(
 
 
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
-    """Adam that converts sparse gradients, such as those of embeddings, to dense tensors."""
+    """Adam that converts sparse gradients, such as those of embeddings, to dense tensors.
+
+    On one device, Keras' own Adam would square each look-up's gradient separately, and learn
+    differently from a group of processes.
+    """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Update the variables with dense gradients."""
@@ -208,7 +212,8 @@ def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
 def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any, Any]:
     """Return synthetic reviews of users and items as token ids, and their ratings from 1 to 5.
 
-    The token ids have shape (rows, words). A rating depends on how similar the two reviews are.
+    The result is ((users, items), ratings). The token ids have shape (rows, words), the ratings
+    (rows, 1). A rating depends on how similar the two reviews are.
     """
     random = np.random.default_rng(rows)
     taste = random.random((2, rows, 1))

@@ -105,6 +105,7 @@ class KerasSteps:
         A device with a share of 0 is left out.
 
         Raises `RequestError` if this process would have no rows, or if passes aren't possible.
+        There has to be a share for each device.
         """
         self._check(shares, micro)
         if self._placed:
@@ -130,7 +131,10 @@ class KerasSteps:
             )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Return the entries of `sizes` that belong to this process's devices, without zeros."""
+        """Return the entries of `sizes` that belong to this process's devices, without zeros.
+
+        If the model's parts are on several devices, it is only the sum of `sizes`.
+        """
         if self._placed is not None:
             return [sum(sizes)]
         setup = self.setup
@@ -138,7 +142,10 @@ class KerasSteps:
         return [size for size in own if size]
 
     def send(self, batch: Any, shares: Sequence[int]) -> Any:
-        """Copy a batch to the devices, in the form that the train function expects."""
+        """Copy a batch to the devices, in the form that the train function expects.
+
+        With towers, the first device gets the labels of all rows.
+        """
         own = self.own(shares)
         if self.engine == "towers":
             x, y = batch
@@ -156,7 +163,10 @@ class KerasSteps:
 
 
 def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
-    """Train on a batch whose pieces are on the devices already."""
+    """Train on a batch whose pieces are on the devices already.
+
+    `batch` has each device's inputs, then the labels of all rows.
+    """
     *pieces, y = batch
     sizes = [count_rows(piece) for piece in pieces]
     return towers.train_on_pieces(

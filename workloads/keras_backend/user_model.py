@@ -78,7 +78,8 @@ def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, 
 def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
     """Return a random batch that fits the model's inputs and losses.
 
-    Raises `RequestError` if the model doesn't know its input shapes.
+    Raises `RequestError` if the model doesn't know its input shapes. An axis of open length raises
+    it, too.
     """
     random = np.random.default_rng(rows)
     if not model.built or not model.inputs:

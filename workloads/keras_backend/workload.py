@@ -193,6 +193,7 @@ class KerasWorkload(Workload):
         """Prepare steps with these shares and passes, and reset the memory meter.
 
         Raises `TooManyElementsError` if a pass on a GPU has too many rows for TensorFlow's kernels.
+        Raises `RequestError` if this process would have no rows.
         """
         self._batches = self._source = None
         self.memory.reset()
@@ -251,7 +252,10 @@ class KerasWorkload(Workload):
         return self.memory.held() <= self._held + LEFT_BYTES
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of waiting for input since the previous reading."""
+        """Return the seconds of waiting for input since the previous reading.
+
+        None if unknown.
+        """
         times = self.steps.times
         now, before = times.read_input_s(), self._inputs.get(times, 0.0)
         if now is None or self.setup.input == "device":
@@ -260,7 +264,10 @@ class KerasWorkload(Workload):
         return PhaseSeconds(input_seconds=now - before)
 
     def loss_is_finite(self) -> bool:
-        """Return whether the loss at the last synchronization was finite."""
+        """Return whether Keras' running mean of the loss was finite at the last synchronization.
+
+        After a loss that isn't finite, the mean stays so.
+        """
         return math.isfinite(self._loss)
 
     def facts(self) -> Mapping[str, str]:

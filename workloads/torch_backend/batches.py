@@ -161,7 +161,7 @@ class Data:
         self.lengths = read_lengths(None if callable(given) else given, self.rows)
 
     def use_workers(self, count: int) -> None:
-        """Set the number of the data loader's worker processes."""
+        """Set the number of the data loader's worker processes; 0 loads rows in this process."""
         options = self.options
         if not count:
             for name in OF_WORKERS:
@@ -173,7 +173,8 @@ class Data:
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
         """Return a sampler of this rank's rows, where `sizes` are the rows of each rank.
 
-        If the data set is smaller than a global batch, its rows are repeated.
+        If the data set is smaller than a global batch, its rows are repeated. Otherwise, an epoch's
+        rows after its last whole global batch are left out.
         """
         if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)
@@ -279,7 +280,10 @@ class Batches:
             self._loader, self._steps = loader, self._walk(loader)
 
     def take(self) -> Any:
-        """Return the next batch, or the batch that `keep` has kept."""
+        """Return the next batch, or the batch that `keep` has kept.
+
+        It is on the device unless `make` was called with `on_host`.
+        """
         return next(self._steps) if self._kept is None else self._kept
 
     def keep(self, kept: bool) -> bool:
@@ -367,7 +371,7 @@ def check_rows(batch: Any, rows: int) -> None:
 
 
 def send(batch: Any, device: torch.device) -> Any:
-    """Copy a batch's tensors to a device without waiting."""
+    """Copy a batch's tensors to a device; copies from pinned memory don't wait."""
     return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 

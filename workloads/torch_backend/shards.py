@@ -67,7 +67,10 @@ class RecipeShards:
         self._computes = True
 
     def compute_nothing(self) -> None:
-        """Let this rank hold its shard, but compute no rows."""
+        """Let this rank hold its shard, but compute no rows.
+
+        It still takes part in the other ranks' collectives.
+        """
         if self._computes:
             self._computes = False
             self.sharded.compute_nothing()

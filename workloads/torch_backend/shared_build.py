@@ -32,7 +32,7 @@ class BuiltRecipe:
         """Build the recipe on one thread, so that the process can be forked.
 
         If the user's file has `load_model`, only that is called, and the rest of the recipe is
-        built in each copy.
+        built in each copy. Exceptions of the user's code are passed on.
         """
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)

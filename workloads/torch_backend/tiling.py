@@ -67,7 +67,7 @@ class Tiles:
     ) -> Tensor:
         """Return a rectangle of the image as one tensor on a device.
 
-        Pixels outside the image are 0.
+        `rows` and `columns` are half-open ranges. Pixels outside the image are 0.
         """
         # `rows` and `columns` have one edge more than there are tiles along their axis
         across = [_within(columns, left) for left in self.columns[:-1]]
@@ -194,7 +194,11 @@ def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
 
 
 class TilesNet(nn.Module):  # type: ignore[misc]
-    """Convolutional network for images that can be cut into tiles on several devices."""
+    """Convolutional network for images that can be cut into tiles on several devices.
+
+    The input has shape (rows, 3, height, width) with sides of at least 8 pixels, the output (rows,
+    classes).
+    """
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()

@@ -50,7 +50,10 @@ _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """A module with its optimizer, loss and data."""
+    """A module with its optimizer, loss and data.
+
+    The module is on the CPU at first; a workload moves it to its device.
+    """
 
     module: Any  # torch.nn.Module
     optimizer: Any  # has the module's parameters
@@ -85,7 +88,10 @@ class Waits:
         self._pairs.append((self._ready, self._clock.mark()))
 
     def read(self) -> float:
-        """Return the seconds of gradient exchange since the previous reading."""
+        """Return the seconds of gradient exchange since the previous reading.
+
+        The device must have finished the steps.
+        """
         pairs, self._pairs = self._pairs, []
         waited: float = sum(self._clock.seconds(*pair) for pair in pairs)
         self._clock.reuse([mark for pair in pairs for mark in pair])
@@ -160,7 +166,11 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Prepare steps with these shares and passes; see `Workload.prepare`."""
+        """Prepare steps with these shares and passes; see `Workload.prepare`.
+
+        A rank with a share of 0 leaves the group until a later call. If the model is sharded, it
+        stays and computes one filler row, which has weight 0.
+        """
         self._micro = own_share(self.setup, micro or shares)
         if micro:
             passes = (
@@ -286,7 +296,7 @@ class TorchWorkload(Workload, StepListener):
 
     @property
     def updates(self) -> bool:
-        """Whether the optimizer's step is running."""
+        """Whether the optimizer's step is running, or the last one failed."""
         return self._is_updating
 
     def recover(self) -> bool:
