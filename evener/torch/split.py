@@ -129,17 +129,17 @@ class Split(PlannedTraining):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Rows of a global batch on each rank."""
+        """Number of rows of each global batch that each rank computes."""
         return self.ranks.batches
 
     @property
     def micros(self) -> tuple[int, ...]:
-        """Maximum rows of a pass on each rank."""
+        """Maximum number of rows in a gradient-accumulation pass of each rank."""
         return self.ranks.micros
 
     @property
     def global_batch(self) -> int:
-        """Rows of a global batch on all ranks together."""
+        """Number of rows in a global batch, over all ranks."""
         return sum(self.shares)
 
     @property

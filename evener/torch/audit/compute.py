@@ -102,7 +102,7 @@ class GradientSketcher:
     def open(self, moves: bool = False) -> Iterator[GradientSketcher]:
         """Context manager to compute gradients in, with full precision and without dropout.
 
-        With `moves`, noise is added to weights that have a single value throughout, such as a head
+        With `moves`, noise is added to weights whose values are all the same, such as a head
         initialized to zero. On exit, everything is restored.
         """
         # Weights with only equal values, as in a head initialized to zero, can make the gradients
@@ -169,7 +169,7 @@ class GradientSketcher:
         return not (self._known.draws or self.losses_only or self.measures)
 
     def sum_quickly(self, computation: Sequence[Piece]) -> GradientSums | None:
-        """Return gradient sums of passes without interception; None if they draw random numbers."""
+        """Return a gradient's sums from faster passes, or None if they draw random numbers."""
         # Random numbers must be the same for a row in any batch, which needs interception. If
         # nothing is known about the passes, the first piece is intercepted to find out.
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
@@ -188,7 +188,7 @@ class GradientSketcher:
         return sums
 
     def sketch_fast(self, computation: Sequence[Piece]) -> Sketch:
-        """Return a gradient's sketch, without intercepting random operations if it draws none."""
+        """Return a gradient's sketch, by faster passes if they draw no random numbers."""
         # quick passes take about half the time, but mustn't draw random numbers
         sums = None if self._known.draws else self.sum_quickly(computation)
         return self.sketch(computation) if sums is None else self.read(sums)
@@ -241,7 +241,7 @@ class GradientSketcher:
 
 
 def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether memory has room for the gradients of all tensors at the same time."""
+    """Return whether the gradients of all tensors fit in memory at the same time."""
     # twice their size is needed, because they are copied to be projected together
     sizes: dict[torch.device, int] = {}
     for tensor in tensors:

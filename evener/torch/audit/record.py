@@ -451,7 +451,7 @@ class LossRecord:
 
         `counts` says which constants in the calls change with the number of rows: none
         (AS_WRITTEN), the row count itself (ROW_COUNTS), or its multiples too (MULTIPLES). Raises
-        ValueError if the batch has other tensors.
+        ValueError if the tensors in the batch don't correspond to the recorded ones.
         """
         return self._compute(batch, rows, counts, find_objects(batch))
 
@@ -471,7 +471,7 @@ class LossRecord:
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """Return whether a call uses a tensor with an entry per row from outside the batch."""
+        """Return whether a call uses a tensor with entries per row that isn't in the batch."""
         # a replay can't replace the rows of such a tensor
         known = {id(each) for each in self.batch}
         for model in self.models:
@@ -535,7 +535,7 @@ def _find_place() -> str:
 
 
 def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
-    """Convert a number that counts rows from a batch of `was` rows to one of `now` rows."""
+    """Scale a number that counts rows, from a batch of `was` rows to a batch of `now` rows."""
     # Other numbers are returned unchanged. `counts` selects which numbers are counts; see
     # `LossRecord.compute`.
     is_plain = _is_number(number)

@@ -152,7 +152,7 @@ def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketch
 
 
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
-    """Return whether the used rows are padded to other lengths than the preferred ones."""
+    """Return whether the audited rows have another padded length than the preferred ones."""
     # The rows then differ in axes other than the first, which counts rows.
     if first is used:
         return False

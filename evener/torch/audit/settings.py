@@ -44,7 +44,7 @@ class LossSettings:
         code: Code | None = None,
         holders: Iterable[Any] = (),
     ) -> bool:
-        """Return whether a setting has changed after three checks or more without a change.
+        """Return whether a setting has changed after it was the same in three checks or more.
 
         Arguments:
 

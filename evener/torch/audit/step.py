@@ -77,7 +77,7 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
     """Compare the gradients of two computations, and find the likeliest cause of a difference.
 
     If gradients can't be computed apart from a step, losses are compared. With `moves`, noise is
-    added to weights that have a single value throughout.
+    added to weights whose values are all the same.
     """
     # reentrant checkpoints, for example, don't support torch.autograd.grad
     try:

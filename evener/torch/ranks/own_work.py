@@ -255,8 +255,8 @@ class StepTimer:
     - `clock`: a HostClock or a GpuClock.
     - `single_rank`: whether there are no other ranks to wait for.
 
-    `sums` has the totals of all steps after the first few. The first of two accumulated batches
-    isn't a step, but its time counts.
+    `sums` has the totals of all steps after the first few. If gradients accumulate over two
+    batches, only the second one is a step, but the time of both counts.
     """
 
     # A timed batch has marks (`_marks`). For any other batch, only the current phase is stored
@@ -409,7 +409,7 @@ class StepTimer:
         return self._written - before
 
     def note_gradients(self) -> None:
-        """Record that this rank has all gradients of its rows; then it waits for other ranks."""
+        """Record that this rank's gradients are computed, so that it now waits for other ranks."""
         # called in each pass of a batch; the last call counts
         if not (self.has_own_work or self._single_rank):
             return
@@ -646,7 +646,7 @@ class StepTimer:
         return self._computed or self._applied
 
     def start_loop(self) -> None:
-        """Begin to measure a training loop, which requests its first batch."""
+        """Start measuring a training loop that requests its first batch."""
         if self._asked is None and not self._marks and self._doing is None:
             self.finish()
 

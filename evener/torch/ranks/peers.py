@@ -94,7 +94,7 @@ class PeerWatcher:
         return f"evener/{self._number}/{name}/{rank}"
 
     def note(self, error: str) -> None:
-        """Tell the other ranks that this one ends, and with which error; "" means without one.
+        """Tell the other ranks that this rank ends, and its error, or "" if there is none.
 
         Only the first call has an effect.
         """
@@ -123,7 +123,7 @@ class PeerWatcher:
         self._read_notes()
 
     def _read_notes(self) -> None:
-        """Read what other ranks have written at their end."""
+        """Read the exit notes that other ranks have written."""
         try:
             for each in self._ranks - self.notes.keys():
                 gone, key = self._has_exited(each), self._key("ended", each)
@@ -228,7 +228,7 @@ class PeerWatcher:
 
 
 def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
-    """Detect from now on that other ranks of the default process group have ended.
+    """Watch from now on whether other ranks of the default process group have ended.
 
     This replaces the watch on an earlier group. When this process exits, it tells the other ranks
     and leaves the group.
@@ -273,7 +273,7 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """If this process exits with an error, print what `advise` returns for the error."""
+    """If this process exits with an error, call `advise` with it and print the result."""
     # The process also leaves its process group if `watch_peers` was called.
     _ExitActions.advise = advise
     _register_exit()

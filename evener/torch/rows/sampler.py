@@ -102,7 +102,7 @@ def _whole_numbers(given: Any) -> torch.Tensor | None:
 
 
 def mix_seed(seed: int, epoch: int) -> int:
-    """Return the random seed of an epoch."""
+    """Derive the random seed of an epoch from the seed of the training run."""
     return (seed * 1_000_003 + epoch) % (1 << 63)
 
 

@@ -388,10 +388,10 @@ def _agree(fault: str, remedy: str) -> None:
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-    """Load a checkpoint that `save` wrote into a model, and return the checkpoint's `extra`.
+    """Load a checkpoint into a model, and return the `extra` that `save` stored in it.
 
-    Every rank has to call this. The number of ranks and their parts may differ from those at
-    saving. Raises RequestError if the checkpoint doesn't fit the model or can't be read.
+    Every rank has to call this. The number of ranks and their parts may have changed since the
+    checkpoint was saved. Raises RequestError if it doesn't fit the model or can't be read.
     """
     # rank 0 reads the checkpoint, one unit at a time
     return _load(folder, model, find_sharded(model), optimizer)
@@ -562,7 +562,7 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return those flat tensors that have at least one parameter in the checkpoint."""
+        """Return the flat tensors that have at least one parameter in the checkpoint."""
         # a checkpoint of adapters has only some of the model's parameters
         listed = list(flats)
         names = [[name for slot in flat.slots for name in slot.names] for flat in listed]

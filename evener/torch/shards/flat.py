@@ -310,7 +310,7 @@ class Flat:
     def set_gradients(self, used: Sequence[bool]) -> None:
         """Make the reduced gradient visible as `.grad` of each parameter's local piece.
 
-        `used` tells for each parameter whether any rank has computed a gradient of it.
+        `used` has a flag for each parameter: whether any rank has computed its gradient.
         """
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:

@@ -110,7 +110,7 @@ class Sharded:
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """Let this rank only take part in collectives, because it has no rows to compute."""
+        """Let this rank, which has no rows, take part in collectives without computing."""
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _send_as_computed(self) -> None:
@@ -529,7 +529,7 @@ class UnitHooks:
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
         """Return the hook to run when a parameter's gradient has been computed.
 
-        `flat` has the parameter, which is `slot`.
+        The parameter is `slot`, in the flat tensor `flat`.
         """
 
         unit, sharded = self._unit, self._sharded

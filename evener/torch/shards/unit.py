@@ -295,7 +295,7 @@ class Unit:
             flat.count_gradients()
 
     def send(self, weight: float) -> None:
-        """Start to sum the gradients over ranks, with this rank's multiplied by `weight`."""
+        """Multiply this rank's gradients by `weight`, and start to sum gradients over ranks."""
         self.met(self, False)
         self.unsent = False
         for flat in self.trained:

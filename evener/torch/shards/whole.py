@@ -61,7 +61,7 @@ def count_gathered(
 
 
 class UnitBytes(NamedTuple):
-    """Bytes that a unit needs for gathered parameters, their gradients, and to sum gradients."""
+    """Bytes of a unit's gathered parameters, of its gradients, and of the buffer to sum them."""
 
     gathered: int
     gradients: int
@@ -200,7 +200,7 @@ class WholeParameters:
     def set_gradients(self, used: Sequence[bool]) -> None:
         """Set `.grad` to the all-reduced gradients plus the gradients that `begin` set aside.
 
-        `used` tells for each parameter whether any rank has computed a gradient of it.
+        `used` has a flag for each parameter: whether any rank has computed its gradient.
         """
         earlier = self._earlier or {}
         for slot, is_used in zip(self.slots, used, strict=True):

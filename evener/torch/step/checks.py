@@ -112,7 +112,7 @@ OPTIMIZER_CHECK = OptimizerCheck()
 
 
 def _find_trainer() -> Any:
-    """Return the object that weights the running training's gradients; None without one."""
+    """Return the object that weights the training run's gradients, or None if there is none."""
     # None if no weights are needed, or if a trainer's adapter weights the losses
     found = BatchTracker.newest()
     if (

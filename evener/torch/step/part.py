@@ -139,7 +139,7 @@ def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
 def weigh_by_count(
     parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
 ) -> None:
-    """Weight the parts of a batch by what their losses are means over, such as token counts.
+    """Weight parts by the denominators of their mean losses, such as token counts.
 
     Arguments:
 
