@@ -333,7 +333,7 @@ class Backend(Protocol):
     def open_source(self, discovery: Discovery) -> Source:
         """Return a source that samples the discovered devices.
 
-        Raises DeviceError if the driver has gone meanwhile.
+        Raises DeviceError if the driver was unloaded after the discovery.
         """
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
@@ -359,7 +359,7 @@ class Backend(Protocol):
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
-        """Like `show`, but with indices instead of UUIDs if the backend has both."""
+        """Like `show`, but uses indices instead of UUIDs if devices of this kind have both."""
         return self.show([device.id for device in devices])
 
     def name_in(self, framework: str, number: int) -> str:
@@ -368,7 +368,7 @@ class Backend(Protocol):
         return f"{words.get(framework) or self.kind.upper()}:{number}"
 
     def open_vitals(self, device: Device) -> VitalsReader | None:
-        """Return a reader of the device's vitals; None if there is no driver to ask."""
+        """Return a reader of the device's vitals; None if the device has no driver."""
         return None
 
     def name_path(self, first: Device, second: Device) -> str:

@@ -79,7 +79,7 @@ def _all_memory(device: Device) -> int | None:
 def open_source(discovery: Discovery) -> Source:
     """Open a source of readings of the discovered devices. The caller must close it.
 
-    Raises DeviceError if the driver has gone since the devices were found.
+    Raises DeviceError if the driver was unloaded after the discovery.
     """
     backend = find_backend(discovery.devices[0].kind)
     if discovery.devices[0].host and not backend.simulated:

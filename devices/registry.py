@@ -99,7 +99,7 @@ def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discov
 def open_here(devices: tuple[Device, ...], notes: tuple[str, ...] = ()) -> Source:
     """Return a source that samples these devices of this machine, all of one kind.
 
-    Raises DeviceError if their driver has gone meanwhile.
+    Raises DeviceError if their driver was unloaded after their discovery.
     """
     return find_backend(devices[0].kind).open_source(Discovery(devices, notes))
 

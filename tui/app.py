@@ -182,7 +182,7 @@ class EvenerApp(BaseApp):
             await super().on_event(event)
 
     def hang_up(self) -> None:
-        """Exit because the terminal has gone, with the exit code of SIGHUP. Thread-safe."""
+        """Exit with the exit code of SIGHUP, because the terminal was closed. Thread-safe."""
         if self._started_on is not None:
             self._started_on.call_soon_threadsafe(self.exit, 128 + signal.SIGHUP)
 

@@ -100,7 +100,7 @@ class OfferedKey(NamedTuple):
 
 
 def offered_keys(screen: Widget) -> Iterator[OfferedKey]:
-    """Yield the key bindings of a screen and its panels that have an effect now, each once."""
+    """Yield the key bindings of a screen and its panels that have an effect now."""
     seen: set[tuple[str, str]] = set()
     nodes: list[DOMNode] = [screen]
     nodes += [each for each in screen.query("*") if each.can_focus and each.display]
@@ -172,7 +172,7 @@ class KeysProvider(Provider):
             yield PaletteEntry(key, words, partial(_press, app, offered), moves, other_words)
 
     async def discover(self) -> Hits:
-        """Yield all key bindings, apart from those that only move a cursor or the focus."""
+        """Yield all key bindings except those that only move a cursor or the focus."""
         for each in self._entries():
             if not each.moves:
                 yield KeyDiscovery(entry(each.key, each.words), each.command, text=each.words)

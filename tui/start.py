@@ -121,7 +121,7 @@ def draw_app(
 ) -> int:
     """Run `app` within the context manager `around`, and return the exit code.
 
-    Prints the app's closing lines to the terminal. Returns 129 if the terminal has gone, and 70
+    Prints the app's closing lines to the terminal. Returns 129 if the terminal was closed, and 70
     after a crash, whose traceback is in a file.
     """
     app.publisher.start()
@@ -149,7 +149,7 @@ def draw_app(
 
 
 def _discard_output() -> None:
-    """Redirect the standard streams to /dev/null, because their terminal has gone."""
+    """Redirect the standard streams to /dev/null, because their terminal was closed."""
     # Otherwise Python would fail to flush the streams at exit, and would exit with 120.
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.__stdout__, sys.__stderr__):

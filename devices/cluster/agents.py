@@ -123,9 +123,9 @@ class Agent:
     ) -> Any:
         """Wait for a call that `begin` started, and return its result.
 
-        Returns None if `stop` is set meanwhile. Exceptions of the called function are raised again
-        here. Raises `HostLostError` after `seconds` without a result or if the host is gone, and
-        `ActorLostError` if only the actor has died.
+        Returns None if the event `stop` is set while waiting. Exceptions of the called function are
+        raised again here. Raises `HostLostError` after `seconds` without a result or if the host is
+        gone, and `ActorLostError` if only the actor has died.
         """
         import ray
 
@@ -272,8 +272,8 @@ class RemoteObject:
     ) -> Any:
         """Call a method of the object, and return its result.
 
-        Returns None if `stop` is set meanwhile. Raises `HostLostError` after `seconds` without a
-        result.
+        Returns None if the event `stop` is set while waiting. Raises `HostLostError` after
+        `seconds` without a result.
         """
         return self._agent.finish(self.begin(method, *arguments), seconds, stop)
 

@@ -182,7 +182,7 @@ class GpuReader:
         )
 
     def vitals(self, full: bool) -> Vitals:
-        """Return what a probe needs: throttling times, clock and energy.
+        """Return throttling times, clock and energy, by which probes check their measurements.
 
         With `full`, memory, processes and utilization are read too; otherwise they are those of the
         last full call. `clock_fraction` is read only if the throttling times have changed since the

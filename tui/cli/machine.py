@@ -108,7 +108,7 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement
 
 
 def _name_devices(devices: Sequence[Device]) -> str:
-    """List the labels of up to 8 devices, and the number of further ones."""
+    """List up to 8 device labels, and say how many more devices there are."""
     labels = [device.label for device in devices[:MOST_NAMED]]
     more = len(devices) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")

@@ -25,7 +25,7 @@ from ..view.cells import to_ascii
 
 
 class ReaderGoneError(Exception):
-    """Standard output was closed by its reader, such as `head`, or its terminal has gone."""
+    """The reader of standard output, such as `head`, has closed it, or its terminal was closed."""
 
 
 class OutputError(RequestError):

@@ -119,10 +119,10 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """Return the device specification, and the positions of the chosen devices in it.
+    """Return the device specification, and which of its devices `--gpus` chooses, by position.
 
-    The positions are None without `--gpus`. Raises RequestError for indices that are repeated or no
-    whole numbers.
+    The positions are None without `--gpus`. Raises RequestError for indices that are repeated or
+    aren't whole numbers.
     """
     if gpus is None:
         # the first devices will be used

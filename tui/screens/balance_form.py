@@ -124,7 +124,7 @@ def to_form_terms(text: str) -> tuple[str, str]:
 class Model(NamedTuple):
     """An entry in the list of models.
 
-    - `name`: the workload, or "" for a file that the user still has to name.
+    - `name`: the workload, or "" for the entry that asks the user for a file.
     - `label`: how the list shows the name.
     - `note`: the text beside it.
     - `own`: False for evener's built-in models.
@@ -395,7 +395,7 @@ class BalanceForm(UsesApp, Vertical):
         return action not in ("send", "try") or not self.evener.readonly
 
     def action_more(self) -> None:
-        """Show or hide the further options."""
+        """Show the less common options of a search, or hide them."""
         self.query_one("#more", OneOf).action_change(1)
 
     def action_send(self) -> None:

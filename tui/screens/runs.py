@@ -51,7 +51,7 @@ class RunPanel(SortedPanel[RunSummary]):
         return run_search_text(row)
 
     def set_data(self, found: Sequence[RunSummary]) -> None:
-        """Set the runs, and keep the marks of those that still exist."""
+        """Set the runs. Runs that still exist keep their marks."""
         self.tagged &= {summary.run for summary in found}
         super().set_data(found)
 
@@ -61,9 +61,9 @@ class RunPanel(SortedPanel[RunSummary]):
 
 
 class RunsScreen(RunActions, SortedScreen):
-    """The Runs screen: a table of stored runs, above the plan of the one under the cursor.
+    """The Runs screen: a table of stored runs, and the plan of the run under the cursor.
 
-    A marked run is shown beside it, with the differences between the two.
+    If a run is marked, its plan is shown too, with the differences between both runs.
     """
 
     NAME = "runs"
@@ -153,7 +153,7 @@ class RunsScreen(RunActions, SortedScreen):
         self.refresh_bindings()
 
     def _draw_plans(self) -> None:
-        """Draw the plan of the run under the cursor, beside a marked run if there is one."""
+        """Draw the plan of the run under the cursor and, if another run is marked, its plan too."""
         panel = self.query_one(RunPanel)
         chosen = self.chosen_run
         others = [name for row in panel.chosen_rows if (name := panel.identity(row)) != chosen]

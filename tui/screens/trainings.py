@@ -166,7 +166,7 @@ class TrainingsScreen(SnapshotScreen):
 
 
 def _find_summary(run: str) -> Sequence[str]:
-    """Return the lines of a training run's summary, or none if there is no summary."""
+    """Return the lines of a training run's summary; empty if it has none."""
     summary = load_summary(run)
     return describe_summary(summary) if summary is not None else ()
 
@@ -207,7 +207,7 @@ class RankPanel(ListPanel[RankRow]):
         super().__init__(id="ranks")
 
     def set_data(self, row: TrainingRow | None) -> None:
-        """Show the ranks of a training run, or none for None."""
+        """Show the ranks of a training run; None empties the table."""
         self.place_rows(row.ranks if row is not None else ())
         if row is not None:
             self.entitle(f"Ranks of {plain(row.workload or row.framework, 60)}")

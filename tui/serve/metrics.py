@@ -47,7 +47,7 @@ class _Reading:
         self._latest = latest
 
     def collect(self) -> Iterable[Any]:
-        """Return the metrics of the latest reading, or none before the first one."""
+        """Return the metrics of the latest reading; empty before the first one."""
         snapshot = self._latest()
         return () if snapshot is None else metric_families(snapshot)
 
@@ -126,7 +126,7 @@ class _Server4(ThreadingWSGIServer):
         self._clients.cut_off_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print unexpected exceptions, but not those of broken connections."""
+        """Print unexpected exceptions; broken connections are ignored."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 

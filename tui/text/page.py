@@ -299,8 +299,9 @@ def _draw_table(
 ) -> str:
     """Return an HTML table.
 
-    `numbers` are the columns aligned to the right, `rare` those hidden on phones, and `kind` is a
-    CSS class.
+    - `numbers`: the columns that are aligned to the right.
+    - `kind`: a CSS class.
+    - `rare`: the columns that are hidden on phones.
     """
 
     # phones hide rare columns

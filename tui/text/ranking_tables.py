@@ -74,7 +74,7 @@ def ranking_table(report: SearchReport, labels: Sequence[str]) -> Table:
 
 
 def _token_cells(report: SearchReport, ranked: RankedLayout) -> tuple[str, ...]:
-    """Return the cells for tokens/s and padding, or none if rows have no lengths."""
+    """Return the table cells for tokens/s and padding; empty if rows have no lengths."""
     if not report.mean_length:
         return ()
     padding = padding_share(report.turns_of(ranked.candidate.layout))

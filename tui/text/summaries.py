@@ -283,7 +283,7 @@ def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
 
 
 def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> list[str]:
-    """Return a table of the plan's shares and of each device's speed, and lines that explain it."""
+    """Return a table of the plan's shares and each device's speed, and lines that explain it."""
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
     combined = plan.throughput.samples_per_second

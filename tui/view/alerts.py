@@ -57,8 +57,8 @@ class AlertWatch:
     def see(self, snapshot: Snapshot) -> tuple[Alert, ...]:
         """Return the alerts that a new reading of the devices raises.
 
-        A problem is reported once it has lasted long enough for its kind (`SECONDS`). It is
-        reported again only if it has gone in between.
+        A problem is reported once it has lasted long enough for its kind (`SECONDS`), and again
+        only if it has disappeared and come back.
         """
         now = snapshot.at_seconds
         found = {(one.kind, one.about): one for one in find_alerts(snapshot, self.rules)}

@@ -400,7 +400,7 @@ def identity(sample: ProcessSample) -> Identity:
 
 
 def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tuple[ProcessRow, ...]:
-    """Return the rows of the processes in a reading and of those that have just ended."""
+    """Return table rows for the processes of a reading, and for processes that have just ended."""
     return tuple(
         ProcessRow(
             _as_old(each) if each in ended else each,

@@ -35,7 +35,10 @@ class ComparedFact(NamedTuple):
 
 
 def compare_runs(one: StoredRun, other: StoredRun) -> list[ComparedFact]:
-    """Return the properties of two runs, including those of their plans if both have one."""
+    """Return the properties of two runs, side by side.
+
+    The properties of their plans are included if both have one.
+    """
     found = list(_compare_requests(one, other))
     if one.plan is not None and other.plan is not None:
         found += _compare_plans(one.plan, other.plan)

@@ -57,7 +57,7 @@ SEARCH_WORDS = (
 
 
 def search_lesson(width: int, height: int) -> tuple[Line, ...]:
-    """Return the explanation of a search, or no lines if there is no room for it."""
+    """Return an explanation of how a search works, or no lines if there is no room for it."""
     rows = [line(Span(" What a search does", "title"))]
     for number, (phase, words) in enumerate(PHASES_IN_WORDS, start=1):
         before = f"  {number} {phase:<7}"
@@ -92,7 +92,7 @@ def _block(steps: Sequence[Step]) -> list[Line]:
 
 
 def _sentences(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
-    """Return as many steps as fit, as sentences."""
+    """Write the lesson's steps as sentences, as many as fit."""
     text, shown = lesson.nothing, text_lines(lesson.nothing, width, height, "dim")
     for step in lesson.steps:
         text += f" {step.does}: {step.words}."

@@ -91,9 +91,10 @@ class GraphPlan(NamedTuple):
 def place_graphs(
     samples: Sequence[DeviceSample], past: PastTicks, width: int, height: int, chosen: str = ""
 ) -> GraphPlan | None:
-    """Choose the devices and metrics that fit, around the device with the key `chosen`.
+    """Choose the devices and metrics whose graphs fit on the screen, and the graphs' sizes.
 
-    Returns None if there is no room, or nothing to show.
+    The device with the key `chosen` is always among them. Returns None if there is no room, or
+    nothing to show.
     """
     # Only metrics in the stored readings (`past`), or reported now, have graphs.
     metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]

@@ -73,9 +73,9 @@ MOST_KEPT = 3  # most ended trainings shown; the newest are shown
 
 
 class EndedTrainings:
-    """Keep training runs on the screen for ten minutes after they have ended, at most three.
+    """Keeps up to three training runs on the screen for ten minutes after they have ended.
 
-    `find_summary` returns the lines of a run's summary, or none.
+    `find_summary` returns the lines of a run's summary; empty without one.
     """
 
     def __init__(self, find_summary: Callable[[str], Sequence[str]]) -> None:

@@ -153,7 +153,7 @@ class BalanceView(UsesApp, Widget):
 
     @property
     def shows_result(self) -> bool:
-        """Whether the result is shown instead of the progress."""
+        """Whether the view shows the result of the search instead of its progress."""
         return self.state.finished is not None and not self.state.fault
 
     def redraw(self) -> None:

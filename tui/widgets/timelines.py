@@ -45,7 +45,7 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the graphs that fit, or none."""
+        """Draw as many graphs as fit into the panel."""
         width, height = self.size
         chosen = self._chosen.device.key if self._chosen is not None else ""
         self._plan = place_graphs(self._samples, self.evener.publisher, width, height, chosen)
