@@ -261,7 +261,10 @@ class LossFinder:
         return fitting
 
     def _decide(self, own: bool) -> bool:
-        """Return `own`; for a sharded model, the first rank's `own`, so that all ranks agree."""
+        """Return `own`; for a sharded model, the first rank's `own`, so that all ranks agree.
+
+        Every rank has to call this.
+        """
         # The ranks of a sharded model have to compute the same passes.
         return bool(broadcast_message(own)) if self._in_step else own
 
@@ -382,7 +385,7 @@ def _find_on_first_rank(
 ) -> TrainerLoss | None:
     """Return on every rank what the first rank has found, or None if no rank found a loss.
 
-    An error on any rank is raised on every rank.
+    An error on any rank is raised on every rank. Every rank has to call this.
     """
     # It is the lowest rank that finds a loss. A RequestError on any rank is raised on every rank.
     # In a sharded model (`in_shards`), running out of memory raises DeviceError on this rank.

@@ -251,7 +251,10 @@ def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, An
 def make_sampler(
     trainer: Any, planned: PlannedTraining, dataset: Any, order: Any
 ) -> UnevenBatchSampler:
-    """Return the sampler that gives each rank its share of the trainer's rows."""
+    """Return the sampler that gives each rank its share of the trainer's rows.
+
+    Every rank has to call this, because ranks without a data seed exchange one.
+    """
     rows, shares = count_rows(dataset), planned.ranks
     if isinstance(order, LengthGroupedSampler):
         order.batch_size = shares.global_batch
@@ -269,7 +272,7 @@ def make_sampler(
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
     """Return the order in which a single process would draw the rows.
 
-    The result is None for the data set's own order.
+    The result is None for the data set's own order. Every rank has to call this.
     """
     # Return None if it is the data set's own order. Without a plan, one process would draw all
     # rows.

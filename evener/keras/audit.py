@@ -218,7 +218,8 @@ class StepAudit:
         """Audit one training step: compare the engine with one device on a few rows of `batch`.
 
         `signature` identifies the type of the batch. Raises RequestError if the gradients differ
-        and the training has to end. Otherwise, a difference is printed as a warning.
+        and the training has to end. Otherwise, a difference is printed as a warning. Every process
+        has to call this in the same step.
         """
         self._moment = f"In step {self.audits.step}"
         self._trains = True
@@ -258,7 +259,7 @@ class StepAudit:
     def _look_at_test(self, batch: Tensors) -> None:
         """Audit one test step: compare the engine with one device on a few rows of `batch`.
 
-        Raises RequestError if the results differ.
+        Raises RequestError if the results differ. Every process has to call this.
         """
         self._moment = "In an evaluation"
         self._trains = False
@@ -290,7 +291,10 @@ class StepAudit:
             return self._gather_first_rows(triple, isinstance(batch, OwnRows), whole, rows)
 
     def _gather_first_rows(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
-        """Return the first rows of the global batch, gathered from all processes."""
+        """Return the first rows of the global batch, gathered from all processes.
+
+        Every process has to call this.
+        """
         # Return the whole batch if a share has too few rows, and None if the data aren't numbers.
         # `data` has only this process's rows if `is_own`; otherwise, the whole batch of `whole`
         # rows.
@@ -308,7 +312,10 @@ class StepAudit:
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(gathered), own)
 
     def _gather_leaves(self, leaves: list[Any], rows: int) -> list[Any]:
-        """Gather the first rows of each tensor from all processes."""
+        """Gather the first rows of each tensor from all processes.
+
+        Every process has to call this.
+        """
         # The rows are gathered from the shares of the processes.
         cut, rank = self._engine.cut, self._group.rank
         start, size = int(cut.bounds(rows)[rank]), cut.sizes(rows)[rank]
@@ -811,7 +818,10 @@ class StepAudit:
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
     def _compare_ranks(self, plain: TracedStep) -> Finding | None:
-        """Return a finding if a variable of the model isn't equal in all processes, else None."""
+        """Return a finding if a variable of the model isn't equal in all processes, else None.
+
+        Every process has to call this.
+        """
         if self._group is None:
             return None
         weights = {id(variable.value.handle) for variable in self._model.trainable_variables}
@@ -867,12 +877,17 @@ class StepAudit:
     # ---------------------------------------------------------------- agreement and messages
 
     def _if_all(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps if every process could trace its own, else None."""
+        """Return the steps if every process could trace its own, else None.
+
+        Every process has to call this.
+        """
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
-        """Return whether `fine` is True in every process."""
-        # All processes have to call this method.
+        """Return whether `fine` is True in every process.
+
+        Every process has to call this.
+        """
         if self._group is None:
             return fine
         (failed,) = self._group.sum_now([tf.constant(0.0 if fine else 1.0)])
@@ -881,7 +896,7 @@ class StepAudit:
     def _share_finding(self, finding: Finding | None) -> Finding | None:
         """Send the first finding of any process to all processes, so that all react alike.
 
-        The result is None if no process has a finding.
+        The result is None if no process has a finding. Every process has to call this.
         """
         if self._group is None:
             return finding

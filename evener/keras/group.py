@@ -89,7 +89,10 @@ class Group:
         return sums
 
     def _all_reduce(self, flat: Any) -> Any:
-        """Sum a flat tensor over all processes, by NCCL on GPUs."""
+        """Sum a flat tensor over all processes, by NCCL on GPUs.
+
+        Every process has to call this, with a tensor of the same length.
+        """
         # The key depends on type and length only, so the processes agree on each key only once. The
         # strategy's own all-reduce uses a new key every time, and each new key costs a request to
         # the first process: a sum on two H200 took 1.2 to 1.7 ms with it, and 0.6 ms with this one.

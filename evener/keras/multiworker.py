@@ -189,7 +189,7 @@ class Workers:
     def begin_fit(self, callbacks: Any) -> list[Any]:
         """Return the callbacks that `fit` uses in this process.
 
-        The processes then compare their data in the next batch.
+        The processes then compare their data in the next batch. Every process has to call this.
         """
         self.unchecked = True
         self._forget_data()
@@ -346,7 +346,10 @@ class Workers:
         result: PassSums,
         starts: list[Any],
     ) -> dict[str, Any]:
-        """Exchange results with the other processes; update weights, variables and metrics."""
+        """Exchange results with the other processes; update weights, variables and metrics.
+
+        Every process has to call this.
+        """
         # Return the logs. `own` are this process's rows, and `result` has their gradients, loss and
         # states. `digest` identifies the whole batch. `began` is the Unix time at which the step
         # began. `starts` has the values, from before the step, of the states in `result.updates`.
@@ -387,7 +390,10 @@ class Workers:
         return [(state, kind) for state, kind in every if adds_up(kind)]
 
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
-        """Return how much this process's rows contribute to the loss of the whole batch."""
+        """Return how much this process's rows contribute to the loss of the whole batch.
+
+        Every process has to call this.
+        """
         # The parts of all processes add up to that loss. `batch` is (x, y, outputs, weight) of this
         # process's rows.
         found, part = self.kinds[training], _part(own)
@@ -408,7 +414,10 @@ class Workers:
         digest: Any,
         sent: list[Any],
     ) -> tuple[list[Any], Any]:
-        """Sum gradients, variables' changes and the loss over all processes; update weights."""
+        """Sum gradients, variables' changes and the loss over all processes; update weights.
+
+        Every process has to call this.
+        """
         # Return the sums of `sent`, and the whole batch's loss. `changes` has a pair for each state
         # in `result.updates`: the value before the step, and the change by this process's rows.
         # `sent` are tensors that the metrics need.
@@ -438,7 +447,10 @@ class Workers:
         times: tuple[Any, Any],
         kind: Any,
     ) -> list[Any]:
-        """Sum tensors over all processes, and exchange step times and hashes of the batch too."""
+        """Sum tensors over all processes, and exchange step times and hashes of the batch too.
+
+        Every process has to call this.
+        """
         # `times` are the Unix times at which this process's step began and its tensors were ready.
         # compute times and batch digests travel in the same collective, converted to the type
         # `kind`

@@ -471,7 +471,10 @@ class TorchWorkload(Workload, StepListener):
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """Let only the ranks with a share exchange gradients."""
+        """Let only the ranks with a share exchange gradients.
+
+        Every rank has to call this.
+        """
         # A new process group is created if the set of ranks has changed, unless the model is
         # sharded.
         members = tuple(rank for rank, share in enumerate(shares) if share)
