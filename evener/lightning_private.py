@@ -30,7 +30,7 @@ def searches_rate(callback: Any) -> bool:
 
 
 def shares_out_rows(trainer: Any) -> bool:
-    """Return whether Lightning divides rows among ranks (the option `use_distributed_sampler`)."""
+    """Return whether the Trainer divides rows among ranks (option `use_distributed_sampler`)."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 

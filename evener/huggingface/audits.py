@@ -119,10 +119,10 @@ class TrainerComputations:
     def at_once(
         self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0
     ) -> Computation:
-        """Return the computation of all rows in one batch.
+        """Return the computation of all rows in one batch, with its loss multiplied by `weight`.
 
-        The Trainer is made to see `times` as many items (`num_items_in_batch`), and `world`
-        processes. The loss is multiplied by `weight`.
+        The Trainer gets the batch's number of items (`num_items_in_batch`) multiplied by `times`,
+        and sees `world` processes.
         """
         items = self.count_items([few.whole])
         return [

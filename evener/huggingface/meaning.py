@@ -364,7 +364,7 @@ def _difference_of_losses(one: Sketch, other: Sketch, allowed: float) -> Gradien
 
 
 def _double(sketch: Sketch) -> Sketch:
-    """Return a sketch (a summary of gradients) with gradients and loss doubled."""
+    """Return a copy of a gradient sketch, with gradients and loss doubled."""
     sums = {name: tuple(2.0 * each for each in line) for name, line in sketch.sums.items()}
     return Sketch(sums, sketch.kinds, 2.0 * sketch.loss)
 

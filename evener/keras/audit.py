@@ -150,7 +150,7 @@ class StepAudit:
         self._specs.clear()
 
     def before_steps(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap Keras' train function `run` so that a step is audited first if an audit is due."""
+        """Wrap Keras' train function `run`, so that due audits take place before its steps."""
 
         def run_audited(batches: Any) -> Any:
             steps = self._model.steps_per_execution
@@ -342,7 +342,7 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps, or None if one draws random numbers without keras.random.
+        """Return the steps; None if one of them draws random numbers without keras.random.
 
         Such steps can't be compared; a warning says so.
         """
@@ -383,7 +383,7 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Context manager: the engine divides each device's few rows into two passes."""
+        """Context manager in which the engine divides each device's few rows into two passes."""
         # The passes divide a device's part of `rows` rows. The context has no effect if the engine
         # doesn't use passes.
         cut = self._engine.cut
@@ -508,10 +508,10 @@ class StepAudit:
             return error
 
     def _run_own_step_on_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """Run Keras' own step on a part of the rows.
+        """Run Keras' own step on some of the rows.
 
-        If the loss needs the whole batch and fails on a part, only the model's call is run. Returns
-        an exception if that fails too.
+        If the loss fails because it needs the whole batch, only the model's call is run. Returns
+        the exception if that fails too.
         """
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
@@ -681,7 +681,7 @@ class StepAudit:
         return found
 
     def _round(self, value: Any, number: int) -> Any:
-        """Return the value with a random error in each element, as large as a rounding error."""
+        """Return the value with a random error added to each element, as large as rounding."""
         # `number` selects the random changes
         if not (isinstance(value, tf.Tensor) and value.dtype.is_floating):
             return value

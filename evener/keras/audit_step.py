@@ -249,7 +249,7 @@ class PlainSteps:
         self._traced: dict[tuple[bool, str, bool], TracedStep | Exception] = {}
 
     def clear(self, training: bool) -> None:
-        """Forget the traced training steps, or with `training=False` the test steps."""
+        """Forget the traced training steps; with `training=False`, the test steps instead."""
         self._traced = {key: step for key, step in self._traced.items() if key[0] != training}
 
     def trace(self, spec: Tensors, training: bool) -> TracedStep:

@@ -249,16 +249,16 @@ class ArrayBatches:
         return math.ceil(self.rows / self.batch)
 
     def global_batches(self, endless: bool = False) -> Any:
-        """Return a dataset of whole batches.
+        """Return a dataset of global batches, which have the rows of all processes.
 
-        It has one epoch; an `endless` one goes on with further epochs.
+        It ends after one epoch, unless it is `endless`.
         """
         return self._dataset(functools.partial(self._take, self._tensors), endless)
 
     def own_rows(self, cut: Cut, rank: int, endless: bool = False) -> Any:
-        """Return a dataset that yields, of each batch, the rows that process `rank` computes.
+        """Return a dataset with the rows of each global batch that process `rank` computes.
 
-        The elements are `OwnRows`. An `endless` dataset goes on with further epochs.
+        The elements are `OwnRows`. It ends after one epoch, unless it is `endless`.
         """
 
         def take_own(epoch: Any, start: Any, stop: Any) -> OwnRows:
@@ -465,7 +465,8 @@ def batch_rows(dataset: Any) -> int | None:
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
     """Return whether evener can make the batches for `fit` itself.
 
-    It can if they are plain arrays, every epoch uses all rows, and Keras runs one step per call.
+    It can if the data are plain arrays, every epoch uses all rows, and Keras runs one step per
+    call.
     """
     # `chosen` has the arguments of `fit`.
     return (

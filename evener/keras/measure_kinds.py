@@ -311,7 +311,7 @@ class Measured(NamedTuple):
     def _find_possible_loss_kinds(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the kinds of mean or sum by which the parts' losses give the loss of all rows.
+        """Return the kinds, such as "sum", by which parts' losses may combine to the whole loss.
 
         The result is None if the loss isn't finite, or if the user's loss raises an error.
         """

@@ -259,7 +259,7 @@ class Workers:
         return train_and_check
 
     def around_tests(self, run: Steps) -> Steps:
-        """Wrap Keras' test function, so that several steps aren't run as one graph."""
+        """Wrap Keras' test function so that steps run one at a time, not in a common graph."""
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
@@ -558,7 +558,7 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """Return this process's tensors for the sum over all processes: outputs or metrics."""
+        """Return this process's outputs or metrics, to be summed over all processes."""
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
             if _row_bytes(outputs) <= LARGEST_ROW:

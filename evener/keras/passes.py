@@ -326,7 +326,7 @@ class DevicePasses:
     def _states_after_pass(
         self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
     ) -> list[Any]:
-        """Return the variables' values, with the changes by one more pass included."""
+        """Return the variables' values after one more pass, combined with earlier passes."""
         # The pass has `count` rows and begins at row `start`. `values` are the states' values after
         # the previous passes. `states` has pairs of a state and the value from which this pass
         # started. `scope` has the values that this pass assigned.

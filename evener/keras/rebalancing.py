@@ -50,7 +50,7 @@ class ChangingCut(Cut):
             return -(-rows // self._most[device])
 
     def bounds(self, rows: Any) -> list[Any]:
-        """Return the first row of each device in a batch of `rows` rows, then `rows`."""
+        """Return the index of each device's first row in the batch; the last entry is `rows`."""
         if isinstance(rows, int):
             return super().bounds(rows)
         total = self._edges[-1]

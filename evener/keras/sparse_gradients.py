@@ -39,7 +39,7 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """Return whether a sparse gradient joins several lookups, any of which repeats no table row."""
+    """Return whether a sparse gradient joins several lookups, at least one with unique rows."""
     return isinstance(gradient, tf.IndexedSlices) and _joins_look_ups(gradient.indices)
 
 
@@ -139,7 +139,7 @@ class PassGradient:
         ]
 
     def add(self, before: Any, gradient: Any, slot: Any) -> Any:
-        """Return the gradient with one more pass's added; `slot` is the pass's index."""
+        """Add the gradient of one more pass, and return the result; `slot` is the pass's index."""
         if not isinstance(gradient, tf.IndexedSlices):
             summed = before + gradient
             summed.set_shape(before.shape)  # unknown if an axis of length 1 meets an open one
@@ -156,7 +156,7 @@ class PassGradient:
 
 
 class SharedSlices:
-    """Gathers the slices of sparse gradients from all processes, by sums of padded tensors.
+    """Gathers slices of sparse gradients from all processes, by padding and summing them.
 
     Every process has to create it at the same point of the step.
     """

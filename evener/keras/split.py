@@ -413,7 +413,7 @@ def _choose_engine(
 ) -> tuple[str, str]:
     """Return the name of the engine to use, and the reason for the choice.
 
-    `is_whole` says that one device computes the whole batch at once.
+    `is_whole` is True if one device computes the whole batch at once.
     """
     # `asked` is the requested engine. `is_whole` is True if one device computes each batch in one
     # pass.

@@ -145,5 +145,5 @@ def find_callback() -> str:
 
 
 def comes_from_rows(name: str) -> bool:
-    """Return whether a collective combines data of several ranks, as all but broadcasts do."""
+    """Return whether a collective combines data of several ranks, unlike a broadcast."""
     return name not in FROM_ONE

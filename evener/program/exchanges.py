@@ -230,7 +230,7 @@ class Exchanges:
             )
 
     def _mark_total(self, call: ExchangeCall, guard: Guard, result: Any) -> None:
-        """Mark a collective's result as a total over all rows, which no shares can change."""
+        """Mark a collective's result as a total over all rows, which is the same for any shares."""
         _forget_filled(call, guard)
         filled = result if call.filled is None else call.filled
         if call.name in _GATHERS:

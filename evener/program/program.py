@@ -256,7 +256,7 @@ class Program:
             self._note_obstacle(optimizer)
 
     def _note_rates(self, optimizer: Any) -> None:
-        """Add the optimizer's settings, such as rates, to a checksum that ranks compare."""
+        """Add the optimizer's learning rate and other settings to a checksum that ranks compare."""
         # once the program trains by shares, only learning rates are added, and no fault is recorded
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
@@ -780,7 +780,7 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's record of the last step, when the plan's shares are in use."""
+        """Return this rank's record of the last step, in training with the plan's shares."""
         # `guard` has checked the last step; None if there was no check
         order = loop.shared_batches.digest
         if guard is None:
@@ -840,9 +840,9 @@ class Program:
 
 
 def _find_common_fault(every: list[RankView]) -> str:
-    """Return why shares stay equal, or "".
+    """Return why shares stay equal: the first rank's reason, or a difference between ranks.
 
-    It is the first rank's reason, or a difference between ranks.
+    The result is "" if shares may differ.
     """
     if not every:
         # a rank is missing

@@ -116,7 +116,7 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Context manager: use a ProgramStrategy; if an error is raised inside, restore the old one."""
+    """Context manager that uses a ProgramStrategy, and restores the old strategy on an error."""
     # the ProgramStrategy shares the attributes of `strategy`, which is the Trainer's own strategy
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy

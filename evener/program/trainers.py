@@ -53,7 +53,7 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """Return whether the PyTorch hooks handle this Trainer, as with FSDP or DeepSpeed."""
+    """Return whether this Trainer is left to the hooks for plain loops, as with FSDP."""
     # the hooks handle a Trainer with FSDP or DeepSpeed, or with a loader that creates its own
     # batches
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
