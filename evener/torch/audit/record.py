@@ -90,7 +90,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     Recording begins when the object is created and ends with `close`. Arguments:
 
-    - `models`: the models; their inner calls aren't recorded.
+    - `models`: the models, of which those in training mode are recorded, without inner calls.
     - `batch`: the batch that the loss is computed from.
     - `after`: called after each backward pass with this recorder and the loss.
     - `rows`: row count of the batch; 0 takes it from the first tensor.
@@ -172,7 +172,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return getattr(model, "module", model)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the value of a loss as a float."""
+        """Return the value of a loss as a float; if it has several elements, return their sum."""
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
@@ -487,7 +487,10 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Repeat the calls on the same rows; return a message if the loss differs, or ""."""
+        """Repeat the calls on the same rows; return a message if the loss differs, or "".
+
+        Differences that rounding may cause are ignored.
+        """
         kinds = {
             tensor.dtype
             for entry in self._entries

@@ -356,7 +356,10 @@ class StepTimer:
         self._choose_at = 0
 
     def time_few(self) -> None:
-        """Time only a few batches from now on, because timing slows down a host that is busy."""
+        """Time only a few batches from now on, because timing slows down a host that is busy.
+
+        Nothing changes if only some batches are timed already.
+        """
         if self._choice is None:
             most = IF_HOST_LIMITS.most_stride
             self._choice = TimedBatches(IF_HOST_LIMITS, first_stride=most)
@@ -478,7 +481,10 @@ class StepTimer:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context manager: time spent inside counts as writing files."""
+        """Context manager: time spent inside counts as writing files, if the rank is computing.
+
+        Between steps, the timer itself notices that files are written.
+        """
         if self._doing == OWN:
             began_s = time.perf_counter()
             yield
@@ -527,7 +533,7 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_validation(self) -> None:
-        """Record that a batch of a validation begins."""
+        """Record that a batch of a validation begins; do nothing while a training step computes."""
         # a validation is timed from its first batch until its last begins; see `_add_last_batch`
         if self._doing is not None:
             self._note_untimed_validation()
@@ -646,7 +652,11 @@ class StepTimer:
         return self._computed or self._applied
 
     def start_loop(self) -> None:
-        """Start measuring a training loop that requests its first batch."""
+        """Begin to measure a training loop, which requests its first batch.
+
+        The time until that batch counts as input time. Nothing happens while a batch of another
+        loop is being trained.
+        """
         if self._asked is None and not self._marks and self._doing is None:
             self.finish()
 
@@ -1013,7 +1023,8 @@ class StepReporter:
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report a finished training step.
 
-        `rows` are the rows of this rank, and `tokens` their tokens without and with padding.
+        `rows` are the rows of this rank, and `tokens` their tokens without and with padding; zeros
+        mean unknown.
         """
         if self.shares is self._described and self.reporter.count(rows, tokens):
             return
@@ -1034,7 +1045,7 @@ class StepReporter:
             self._journal.note_change(change)
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Report a pass that ran out of memory, to the monitor and the journal."""
+        """Print that a pass ran out of memory, and report it to the monitor and the journal."""
         line = retreat.describe(self.shares.share.label)
         self.retreats, self.retreat = self.retreats + 1, line
         self._timer.disturb()

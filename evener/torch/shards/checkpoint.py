@@ -371,7 +371,7 @@ Value = TypeVar("Value")
 
 
 def _from_first(own: Value) -> Value:
-    """Send rank 0's value to all ranks and return it."""
+    """Send rank 0's value to all ranks and return it; every rank has to call this."""
     if is_alone():
         return own
     with own_collectives():
@@ -379,7 +379,7 @@ def _from_first(own: Value) -> Value:
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """Raise RequestError on every rank if rank 0 has failed.
+    """Raise RequestError on every rank if rank 0 has failed; every rank has to call this.
 
     `fault` is rank 0's error message, or "" if it hasn't failed. Other ranks' values are ignored.
     """
@@ -388,10 +388,11 @@ def _agree(fault: str, remedy: str) -> None:
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-    """Load a checkpoint into a model, and return the `extra` that `save` stored in it.
+    """Load a checkpoint that `save` wrote into a model, and return the checkpoint's `extra`.
 
-    Every rank has to call this. The number of ranks and their parts may have changed since the
-    checkpoint was saved. Raises RequestError if it doesn't fit the model or can't be read.
+    Every rank has to call this. The number of ranks and their parts may differ from those at
+    saving. Without `optimizer`, its state isn't loaded. Raises RequestError on every rank if the
+    checkpoint doesn't fit the model or can't be read.
     """
     # rank 0 reads the checkpoint, one unit at a time
     return _load(folder, model, find_sharded(model), optimizer)
@@ -400,13 +401,16 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> A
 def load_whole(folder: str | os.PathLike[str], model: Any, optimizer: Any) -> Any:
     """Load a sharded model's checkpoint into an unsharded model and its optimizer.
 
-    Returns the checkpoint's `extra`.
+    Every rank has to call this. Returns the checkpoint's `extra`.
     """
     return _load(folder, model, WholeModel(model), optimizer)
 
 
 def has_optimizer(folder: str | os.PathLike[str], model: Any) -> bool:
-    """Return whether the checkpoint in `folder` contains an optimizer's state."""
+    """Return whether the checkpoint in `folder` contains an optimizer's state.
+
+    The result is False without a readable checkpoint.
+    """
     try:
         index = json.loads((Path(folder) / _index_of(model)).read_bytes())
     except (OSError, ValueError):
@@ -483,7 +487,10 @@ def _read_states(
 
 
 class _Reader:
-    """Reads a checkpoint on rank 0, and sends its tensors to the other ranks."""
+    """Reads a checkpoint on rank 0, and sends its tensors to the other ranks.
+
+    Every rank has to call each method.
+    """
 
     def __init__(self, folder: Path, reads: bool, index: str) -> None:
         self._folder, self._reads, self._index = folder, reads, index

@@ -24,7 +24,7 @@ class Flat:
     Arguments:
 
     - `place`: this rank's place among the ranks.
-    - `slots`: the parameters, all of one dtype.
+    - `slots`: the parameters, all of one dtype, and all trained or all frozen.
     - `held`: ledger of the bytes in use.
     """
 
@@ -213,7 +213,10 @@ class Flat:
         self._work, self._sends = sender.send(), True
 
     def receive(self) -> None:
-        """Wait until gradients are summed over ranks, and add the sums to this rank's gradient."""
+        """Wait until gradients are summed over ranks, and add the sums to this rank's gradient.
+
+        Nothing happens if `send` wasn't called before.
+        """
         if not self._work:
             return
         for work in self._work:

@@ -297,8 +297,9 @@ def sum_norms(
 ) -> Any:
     """Return the total norm of gradients, of which some are sharded over ranks.
 
-    `norm` is PyTorch's own function for it, and `kind` the order of the norm. Raises RequestError
-    for order 0, and RuntimeError if `error_if_nonfinite` is set and the norm isn't finite.
+    Every rank has to call this. `norm` is PyTorch's own function for it, and `kind` the order of
+    the norm. Raises RequestError for order 0, and RuntimeError if `error_if_nonfinite` is set and
+    the norm isn't finite.
     """
     shards = _list_shard_gradients()
     own = [tensor for tensor in tensors if id(tensor) in shards]

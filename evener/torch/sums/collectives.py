@@ -105,9 +105,9 @@ def gather_rows(
 ) -> torch.Tensor:
     """Concatenate the rows of all ranks; gradients flow back to the ranks that sent the rows.
 
-    Arguments:
+    Every rank has to call this. Arguments:
 
-    - `sizes`: row count of each rank.
+    - `sizes`: row count of each rank; a rank with 0 rows may pass any row.
     - `by_loss`: whether losses are scaled instead of gradients.
     - `timer`: counts the time as waiting.
 

@@ -493,9 +493,9 @@ def is_in_backward(task: int) -> bool:
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return all parameters, by id, whose gradients evener sums over ranks.
+    """Return the ids of all parameters whose gradients evener weights and sums over ranks.
 
-    The values are True if their gradients have been summed at least once.
+    The dict's values tell whether such a sum has been computed yet.
     """
     every = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     exchanges = [exchange for exchange in every if not exchange.single_rank]
