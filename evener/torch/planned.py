@@ -193,9 +193,9 @@ class PlannedTraining:
             self._data = [*others, (dataset, collate, sampler)]
 
     def summarize_data(self) -> list[RankData]:
-        """Return summaries of the data sets, for comparing ranks, and forget the data sets.
+        """Return summaries of the data sets to compare between ranks; then forget the data sets.
 
-        Data sets are compared once: later calls return [].
+        They are compared only once, so later calls return [].
         """
         data, self._data = self._data, None
         return [same_data.summarize(*each) for each in data or ()]

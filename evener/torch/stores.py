@@ -142,11 +142,10 @@ def listen_at(host: str, port: int) -> dict[str, int]:
 
 
 def open_tcp_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
-    """Connect to a TCPStore at this host and port, and return it.
+    """Connect to the TCPStore at a host and port, and return it.
 
-    With `serves`, this process runs the server, which listens on the address of `host` only.
-    Otherwise RuntimeError is raised if no process does within `timeout`, which also limits later
-    operations.
+    With `serves`, this process runs the server. Otherwise RuntimeError is raised if no process does
+    within `timeout`.
     """
     place = {"port": port, **(listen_at(host, port) if serves else {})}
     return dist.TCPStore(host, is_master=serves, timeout=timeout, multi_tenant=True, **place)

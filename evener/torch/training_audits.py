@@ -171,7 +171,7 @@ class TrainingAudits:
 
     @property
     def have_agreed(self) -> bool:
-        """Whether ranks have compared their audits and found the same gradients up to rounding."""
+        """Whether the ranks have compared audits at least once, and their gradients agreed."""
         # a difference that may come from rounding is confirmed by the next audits
         return self._compared and not self._doubted
 
@@ -529,7 +529,7 @@ class TrainingAudits:
         return training.world == 1 and not training.ranks.in_passes
 
     def _is_apart(self) -> bool:
-        """Return whether audits of this training run are impossible or unnecessary."""
+        """Return whether this training run can't be audited, or doesn't need it."""
         # that is so if one device computes each batch in one pass, if ranks synchronize in each
         # pass, or if there is no model
         weights = self._training.weights
@@ -638,9 +638,9 @@ class TrainingAudits:
     def make_computations(
         self, few: FewRows, compute: OfPart, counted: OfPart | None
     ) -> Computations:
-        """Return what an audit compares: a few rows on one device, and in unequal parts.
+        """Return what an audit compares: the gradient of a few rows as one batch, and in parts.
 
-        If audits follow the script's own launcher, two equal parts replace the one device.
+        If audits follow the script's own launcher, two equal parts replace the single batch.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)
@@ -784,7 +784,7 @@ class TrainingAudits:
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
 
     def _judge_result(self, audited: Audited) -> RankVerdict:
-        """Return this rank's result of an audit for other ranks, with a message on a difference."""
+        """Turn an audit's result into this rank's verdict, with a message if gradients differ."""
         if audited.changed:
             self._warn_once(CHANGED.format(audited.changed[0]))
         if audited.fault:
@@ -874,7 +874,7 @@ def is_sharded_model(models: Iterable[Any]) -> bool:
 def make_share_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return what an audit compares: a few rows as one batch, and in unequal shares.
+    """Return what an audit compares: the gradient of a few rows as one batch, and in shares.
 
     Arguments:
 

@@ -138,8 +138,8 @@ DEPTH = 2  # number of batches that wait on the device
 class Prefetcher:
     """Iterator that fetches batches in a background thread and copies them to `device`.
 
-    At most `depth` batches wait on the device. An error of the source is raised in the training
-    loop.
+    At most `depth` batches wait on the device. If the source raises an error in the thread, the
+    training loop gets it.
     """
 
     # On a CPU, batches aren't sent. The thread exits when the iterator is exhausted or closed.

@@ -72,7 +72,7 @@ class Epoch:
 
 
 class StepListener:
-    """Interface: a loader calls these methods around each step; here they do nothing."""
+    """Interface whose methods a loader calls around each step; in this class they do nothing."""
 
     def compare(self, digest: int) -> None:
         """Called with a checksum of the row order, to be compared between ranks.

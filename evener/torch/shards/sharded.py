@@ -498,7 +498,7 @@ class UnitHooks:
     def before(self, _: Any, arguments: Any, keywords: Any) -> Any:
         """Forward pre-hook that gathers the unit's parameters and casts the model's inputs.
 
-        It also marks the inputs, to notice where the unit's backward pass ends.
+        It also wraps the inputs, to detect when the unit's backward pass ends.
         """
         # `_UnitInputs` detects when the unit's backward pass ends
         if torch.compiler.is_compiling():

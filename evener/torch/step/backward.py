@@ -36,10 +36,7 @@ _LISTENERS: WeakList[Any] = WeakList()
 
 
 def listen(listener: LossListener) -> Callable[[], Any]:
-    """Call `listener.note_loss` before each backward pass; return a function that ends this.
-
-    It also ends when the listener is garbage-collected.
-    """
+    """Call `listener.note_loss` before each backward pass; return a function to stop that."""
     # without listeners, `Tensor.backward` is PyTorch's original method
     _LISTENERS.add(listener)
     release = _HOOKS.hold(listener)

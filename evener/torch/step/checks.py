@@ -31,7 +31,10 @@ _PARAMETERS = itemgetter("params")  # returns the parameters of an optimizer's p
 
 
 class OptimizerCheck:
-    """Checks, before an optimizer's steps, that gradients are summed and state fits in memory."""
+    """Checks that gradients are summed over ranks, and that an optimizer's state fits in memory.
+
+    It runs before the optimizer's steps.
+    """
 
     # in a hook that PyTorch calls before each optimizer step
 

@@ -144,7 +144,7 @@ class Recovery:
     def catch(
         self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
     ) -> str:
-        """Return the message of an out-of-memory error, or "" if the error has to be raised.
+        """Return the message of an out-of-memory error, or "" if the error can't be handled.
 
         Raises DeviceError if memory ran out and another library sums the gradients.
         """

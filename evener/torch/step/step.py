@@ -116,7 +116,7 @@ class LoaderSteps(StepListener):
 
 
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
-    """Compute the loss and gradients of a batch pass by pass, and return this rank's mean loss.
+    """Compute a batch's loss and gradients pass by pass, and return the total loss.
 
     `compute` returns the mean loss of a part, and `count` its denominator, such as a token count;
     None means the row count.
@@ -230,7 +230,7 @@ class Passes:
         self._exchanges, self._running = [], None
 
     def _compute(self, part: Part, models: Sequence[Any], move: bool) -> Iterator[Part]:
-        """Yield a part to the user's loop, which computes it; catch memory errors around it."""
+        """Yield a part to the user's loop, and catch errors if memory runs out there."""
         # With `move`, tensors are moved to the device first. `models` all-reduce their gradients in
         # the last part. If memory runs out while tensors are moved, the part isn't yielded.
         batch = part.batch
@@ -276,7 +276,7 @@ class Passes:
             exchange.open(dependent)
 
     def close(self) -> None:
-        """Finish a part's backward pass in all exchanges."""
+        """Tell all exchanges that a part's backward pass has ended."""
         if self._running is not None:
             self._running.ended = True
         for exchange in self._exchanges:

@@ -85,7 +85,7 @@ class UnownedTensors:
         return any(group.has_summed(tensor) for group in self._groups)
 
     def weight(self) -> float | None:
-        """Return the weight of this rank's gradients, or None if they aren't summed now."""
+        """Return the weight of this rank's gradients, or None if gradients aren't summed now."""
         weigh = self.weigh()
         return None if weigh is None else weigh()
 

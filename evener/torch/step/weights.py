@@ -45,7 +45,7 @@ NUMBERS = 4
 
 
 class BatchWeights(BatchTracker):
-    """Weights each rank's gradients by its rows, and checks that all gradients are weighted.
+    """Weights each rank's gradients by its rows, and checks that no gradient is left unweighted.
 
     Arguments:
 
@@ -92,7 +92,7 @@ class BatchWeights(BatchTracker):
             self.look_for_tensors()
 
     def leave(self) -> None:
-        """Stop weighting gradients; from now on they are averaged over ranks as without evener."""
+        """Stop weighting gradients, and average them over ranks with equal weights from now on."""
         if BatchTracker.newest() is self:
             BatchTracker.newest = staticmethod(lambda: None)
             UNOWNED.weigh = lambda: None
@@ -240,7 +240,7 @@ class BatchWeights(BatchTracker):
     def _begin_backward(
         self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any
     ) -> None:
-        """When a backward pass begins, set the weight of the model's gradients in it.
+        """Set the weight of the model's gradients as a backward pass begins.
 
         Raises RequestError if batches with different weights are mixed or the loss wasn't scaled.
         """
@@ -401,7 +401,7 @@ class BatchWeights(BatchTracker):
             return error.with_traceback(None)
 
     def _note_prediction(self) -> None:
-        """Record a forward pass without gradients, such as in a validation."""
+        """Record a forward pass without gradients, for example in a validation."""
         # a loader for validation has already noted its batch
         if self.current is None or self.current.origin.training:
             self.timer.note_validation()

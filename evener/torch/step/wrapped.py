@@ -244,7 +244,7 @@ _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handl
 
 
 def find_wrapper(model: Any) -> Any:
-    """Return the DistributedDataParallel or Exchanged that wraps the model, or None.
+    """Return the DistributedDataParallel or Exchanged around the model, or None.
 
     Raises RequestError if only a submodule is wrapped.
     """
@@ -364,7 +364,7 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
 
 
 def _warn_of_single_rows(rows: Sequence[int]) -> None:
-    """Warn if a pass has a single row, of which BatchNorm can't compute statistics."""
+    """Warn if a pass has only one row, because BatchNorm needs several for its statistics."""
     if min(rows, default=2) < 2:
         warnings.warn(
             "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, "
@@ -400,7 +400,7 @@ def check_passes(model: Any) -> None:
 
 
 def watch_frozen(model: Any) -> None:
-    """Have frozen parameters raise RequestError if they are unfrozen and trained later."""
+    """Make frozen parameters raise RequestError if someone unfreezes and trains them later."""
     # an exchange only sums gradients of parameters that were trained when the model was wrapped
     for parameter in model.parameters():
         handle = _frozen_hooks.pop(parameter, None)

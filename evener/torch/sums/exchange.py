@@ -159,7 +159,7 @@ class Exchange:
         EXCHANGES.add(self)
 
     def average(self) -> None:
-        """Average gradients with equal weights from now on, because the training run has ended."""
+        """End the training run: from now on, gradients are averaged with equal weights."""
         self.begun = lambda *_: None
         self.ready = self.sent = self.done = lambda: None
         self.noise = None
@@ -250,7 +250,7 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Register hooks that record the order in which gradients are computed."""
+        """Register hooks that record which parameters get gradients, and in which order."""
         # They aren't needed if the order is known and no parameter has a gradient: any gradient
         # after the backward pass was then computed in it.
         if not self._hooks and (self._order is not None or self.has_gradients()):
@@ -259,8 +259,8 @@ class Exchange:
     def arm(self, sync: bool, batch: Any) -> None:
         """Prepare for the backward pass that has just reached the model's outputs.
 
-        `sync` is whether it ends with an all-reduce. Raises RequestError if another model in the
-        same backward pass shares parameters.
+        `sync` is whether the pass ends with an all-reduce. Raises RequestError if another model in
+        the same backward pass shares parameters.
         """
         task = backward_number()
         begins = _open.get(self) != task
@@ -477,7 +477,7 @@ def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
 
 
 def _end(task: int) -> None:
-    """At the end of a backward pass, send the last buckets of all models and wait for the sums."""
+    """When a backward pass ends, send the last buckets of all models and wait for their sums."""
     # all models send their remaining buckets before any waits for its sum
     ended = [exchange for exchange, number in _open.items() if number == task]
     for exchange in ended:
@@ -488,7 +488,7 @@ def _end(task: int) -> None:
 
 
 def is_in_backward(task: int) -> bool:
-    """Return whether gradients are being exchanged in the backward pass with this id."""
+    """Return whether any exchange is still summing gradients of this backward pass."""
     return task in _open.values()
 
 

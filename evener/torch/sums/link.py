@@ -34,7 +34,7 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """A process with one device that takes part in measuring all-reduces."""
+    """Process that takes part, with one device, in measuring all-reduces."""
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank
