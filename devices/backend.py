@@ -245,7 +245,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 class ChildEnvironment(msgspec.Struct, frozen=True):
     """The environment variables and limits that a process needs to train on its devices.
 
-    The process itself applies `address_space_bytes`, by `cap_address_space`.
+    The process enforces `address_space_bytes` on itself by calling `cap_address_space`.
     """
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited

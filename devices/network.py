@@ -66,8 +66,8 @@ def find_source_address(host: str) -> str:
 def find_own_address(host: str, hosts: Iterable[str]) -> str:
     """Return the address by which the other hosts can reach `host`, this machine.
 
-    If its name resolves only to loopback or not at all, this is its address on the route to another
-    host.
+    If its name resolves only to loopback or not at all, returns the local address of a route to
+    another host.
     """
     # a machine's own name often resolves to loopback, such as 127.0.1.1 on Debian
     named = [str(address[0]) for *_, address in resolve(host)]

@@ -244,7 +244,7 @@ class _LoadMeter:
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """Return the mean load since the previous reading, with the peak memory."""
+        """Return the device's load since the previous reading: means, and the peak memory."""
         self._note(now)
         past = self._past
         self._past = []

@@ -312,7 +312,7 @@ class EvenerApp(BaseApp):
 
 
 def _tune_garbage_collection() -> None:
-    """Turn garbage collection on again, for objects created from now on."""
+    """Turn garbage collection on again, without scanning the objects that exist now."""
     # The objects that exist now are never scanned, because that would take 40 ms each time.
     gc.collect()
     gc.freeze()

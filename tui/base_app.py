@@ -49,7 +49,7 @@ _SERIALS = itertools.count(1)
 class SessionReported(Message):
     """Message: the session with the id `source` has reported an event.
 
-    The id tells late events of an earlier session from new ones.
+    By the id, late events of an earlier session are recognized and ignored.
     """
 
     source: int
@@ -170,7 +170,7 @@ INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 @dataclass
 class Sampled(Message):
-    """Message: the devices have been read."""
+    """Message: a new reading of the devices is available."""
 
     snapshot: Snapshot
 

@@ -36,7 +36,7 @@ class DemoApp(EvenerApp):
         self._trains = False
 
     async def on_mount(self) -> None:
-        """Start the search a second after the app has opened."""
+        """Schedule the demo's search for one second after the app has opened."""
         self.set_timer(FIRST_SECONDS, self._search)
 
     def closing_lines(self, width: int | None) -> list[str]:

@@ -134,11 +134,11 @@ def _begins(query: str, words: str) -> bool:
 
 
 class KeyDiscovery(DiscoveryHit):
-    """A key binding listed in the palette before anything is typed."""
+    """A key binding that the command palette lists before the user types anything."""
 
     @property
     def score(self) -> float:
-        """A score that lists key bindings above all other entries."""
+        """The score that puts key bindings above all other entries of the palette."""
         return 1.0
 
 

@@ -221,7 +221,7 @@ class GpuReader:
         return min(1.0, clock / highest)
 
     def _note_clock(self, read: Reading) -> float | None:
-        """Return the current clock in MHz, or None, and record it if it is the highest so far."""
+        """Return the current clock in MHz, or None if unknown; remembers the highest clock."""
         clock = read.current
         if clock is not None:
             self._reached_mhz = max(self._reached_mhz, clock)

@@ -151,7 +151,7 @@ class Metric(Batch):
         self._call = call
 
     def read_one(self, now: float) -> Reading:
-        """Return the value, read again if it is due."""
+        """Return the metric's value; NVML is called only if the metric is due."""
         return self.read(now)[0]
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:

@@ -108,7 +108,7 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return the context manager that serves metrics at `address`, or a null context without one.
+    """Return a function that starts the metrics server; without `address`, it does nothing.
 
     Raises RequestError if the options contradict each other or the address is invalid.
     """

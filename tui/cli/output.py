@@ -72,7 +72,7 @@ def terminal_columns() -> int | None:
 
 
 def draws_screens() -> bool:
-    """Return whether the terminal, or Textual's driver for browsers, can show the app."""
+    """Return whether the app can be shown, on a terminal or by Textual's driver for browsers."""
     if "TEXTUAL_DRIVER" in os.environ:
         return True
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -142,7 +142,7 @@ def check_plan_file(path: Path, option: str) -> None:
 
 
 def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
-    """Raise RequestError if `path` is a file but not a plan; a plan may be overwritten."""
+    """Raise RequestError if `path` is an existing file other than a plan."""
     if path.is_file():
         try:
             load_plan(path)

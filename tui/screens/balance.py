@@ -130,14 +130,14 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.active and state.finished is None
 
     def _can_begin_again(self, action: str) -> bool:
-        """Return whether a new search can start, or the run that has ended can be resumed."""
+        """Return whether a new search can start ("new"), or the ended run can be resumed."""
         state = self.evener.balance
         if self.evener.replays:
             return True
         return state.ended and (action == "new" or bool(state.run))
 
     def _has_usable_result(self, action: str) -> bool:
-        """Return whether there is a result that `action` can use."""
+        """Return whether the search has a result on which the action is possible."""
         finished = self.evener.balance.finished
         if finished is None:
             return False

@@ -164,7 +164,7 @@ class SortedScreen(PanelScreen):
     FILTERED = ""  # the columns in which the filter searches, for its placeholder
 
     def filter_field(self) -> Input:
-        """Return the input field of the filter, hidden until it is used."""
+        """Return the input field for filter words; it is hidden until the user opens it."""
         return Input(placeholder=f"words in {self.FILTERED}", id="filter", compact=True)
 
     @property

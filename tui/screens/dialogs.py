@@ -134,7 +134,7 @@ class ChoiceDialog(Dialog[str]):
             self.dismiss(event.key)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Choose the answer of the pressed button."""
+        """Close the dialog with the answer of the pressed button."""
         self.dismiss((event.button.id or "")[-1])
 
 

@@ -167,7 +167,7 @@ class RunsScreen(RunActions, SortedScreen):
             right.show(self._plan_lines(chosen, *right.size))
 
     def _draw_differences(self, before: str, after: str) -> None:
-        """Show how two searches differ; hide the panel for training runs or a single run."""
+        """Show how two searches differ. Hides the panel for training runs and for a single run."""
         panel = self.query_one("#differences", Lines)
         lines: tuple[Line, ...] = ()
         with suppress(EvenerError):

@@ -160,7 +160,7 @@ def _default_framework(workload: str | None) -> str:
 
 
 def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
-    """Return the error for an option's text that isn't of the expected kind."""
+    """Return the error for an option whose text isn't of the expected kind."""
     return RequestError(f"{option} {text!r} is not {kind}.", f"Write it like {example}.")
 
 

@@ -1,4 +1,4 @@
-"""Tables and JSON of `evener compare`: layouts by speed, scaling and packing."""
+"""Tables and JSON of `evener compare`: layouts by speed, scaling, and packing."""
 
 from __future__ import annotations
 

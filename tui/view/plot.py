@@ -86,9 +86,9 @@ class Axis(NamedTuple):
 
 
 def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
-    """Return an axis with round ends that covers the values; a linear one begins at 0.
+    """Return an axis with round ends that covers all values; a linear axis begins at 0.
 
-    Values that are not finite are ignored and, on a logarithmic axis, those that are not positive.
+    Ignores values that are not finite and, on a logarithmic axis, values up to 0.
     """
     usable = [number for number in numbers if math.isfinite(number) and (number > 0 or not log2)]
     if log2:

@@ -243,7 +243,7 @@ def _describe_all(rows: Sequence[RankRow], missing: int) -> Cause:
 
 
 def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cause:
-    """Describe a silent rank, and whether others wait for it."""
+    """Describe how long a rank has been silent, where in a step, and whether others wait."""
     if waits and not row.doing:
         silent = f"{name} has been silent for {duration(row.silent_s)}"
         text = f"{silent}: stopped, or gone; the others wait for it."

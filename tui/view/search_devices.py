@@ -59,7 +59,7 @@ def _name(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _shows_probes(row: SearchDeviceRow) -> bool:
-    """Return whether the columns about running probes are shown."""
+    """Return whether to show the columns about running probes."""
     # They are shown while the search runs, and after it failed. A finished search has no running
     # probes.
     return bool(row.state.fault) or not row.state.ended

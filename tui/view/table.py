@@ -90,7 +90,7 @@ UNSORTED = Order()
 
 
 def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
-    """Return the keys of the columns that can be sorted by."""
+    """Return the keys of the columns by which the table can be sorted."""
     return tuple(column.key for column in columns if column.value is not None)
 
 

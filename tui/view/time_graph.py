@@ -167,7 +167,7 @@ def shade_tone(tone: Tone, height: float) -> Tone:
 
 
 def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | None:
-    """Return the Unix time of a column's first reading, or None outside the history."""
+    """Return the Unix time of the first reading in a column; None outside the history."""
     if window.stretch > 1:
         tick = (window.first_cell + column) * 2 // window.stretch
     else:

@@ -112,7 +112,7 @@ class ResultPanel(Lines):
         super().__init__(id="result", classes="panel")
 
     def set_data(self, state: SessionState, keys: Sequence[KeyHint]) -> None:
-        """Show as much of the result as fits."""
+        """Show the result of the search, as much as fits, and the keys that act on it."""
         self.entitle("Result", f"run {plain(state.run)}" if state.run else "")
         self.show(result_lines(state, *self.size, keys))
 
@@ -223,7 +223,7 @@ class BalanceView(UsesApp, Widget):
         return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
-        """Return the lines that the shares and their legend take."""
+        """Return the height in lines of the shares' bars with their legend."""
         # One line is always reserved for a second bar, which shows the split being measured.
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))

@@ -352,5 +352,5 @@ class OneOf(Lines):
         self.post_message(self.Changed())
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Choose the next word."""
+        """Choose the next of the field's words."""
         self.action_change(1)
