@@ -42,7 +42,8 @@ class EvenStart:
     """Keeps shares equal in a trainer's first steps, until all ranks decide if they may differ.
 
     `exchange` gathers one `RankStart` from each rank. `stay` is called with the reason if shares
-    have to stay equal, and `leave` when unequal shares begin.
+    have to stay equal, and `leave` when unequal shares begin. All ranks call the same one after the
+    same batch; they call neither if an audit has found a difference.
     """
 
     # a difference itself makes shares stay equal

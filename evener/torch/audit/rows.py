@@ -138,9 +138,10 @@ def _copy_member(name: str, value: Any, copies: dict[int, Any]) -> Any:
 def choose_few_rows(
     batch: Any, rows: int, in_order: bool = False, most: int = ROWS
 ) -> FewRows | None:
-    """Choose up to `most` different rows of a batch for an audit; None if it can't be cut.
+    """Choose up to `most` different rows of a batch for an audit, or return None.
 
-    With `in_order`, they have the order of the batch.
+    The result is None if the batch has fewer than two rows or can't be cut. With `in_order`, the
+    rows have the order of the batch.
     """
     # `rows` is the batch's number of rows. The rows are chosen from the first TIMES * `most` rows,
     # and sorted so that the two parts of the FewRows differ, too.

@@ -61,7 +61,10 @@ class RankData(msgspec.Struct, frozen=True):
 
 
 def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -> RankData:
-    """Return a summary of this rank's data set, to compare with other ranks."""
+    """Return a summary of this rank's data set, to compare with other ranks.
+
+    It has no rows if the data set can't be copied or read, or gives different rows when read twice.
+    """
     # Rows are read from a copy of the data set, with the same random numbers on every rank. A data
     # set that can't be copied or read has no rows in the summary.
     try:

@@ -34,7 +34,10 @@ class _Items(msgspec.Struct, frozen=True, eq=False):
 
 @contextmanager
 def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Context manager that restores the attributes of `holders`, except the objects in `apart`."""
+    """Context manager that restores attributes and frozen weights of `holders` on exit.
+
+    Objects in `apart` are left out.
+    """
     restore = keep_with_frozen(*holders, apart=apart)
     try:
         yield

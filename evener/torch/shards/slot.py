@@ -42,7 +42,10 @@ class Slot:
         return any(isinstance(module, torch.nn.RNNBase) for module, _ in self.owners)
 
     def find_places(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the modules' dicts in which the parameter is stored, each with the key in it."""
+        """Return the modules' dicts in which the parameter is stored, each with the key in it.
+
+        RNN layers are left out; `point_to` handles them.
+        """
         return [
             (own_parameters(module), name)
             for module, name in self.owners

@@ -183,7 +183,10 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
 
 
 def is_lookup(module: Any) -> bool:
-    """Return whether a module is an Embedding; its backward pass doesn't need the weight."""
+    """Return whether a module is an Embedding whose backward pass doesn't need the weight.
+
+    An Embedding with `max_norm` isn't.
+    """
     return type(module) is torch.nn.Embedding and module.max_norm is None
 
 
@@ -327,7 +330,14 @@ class Unit:
 
 
 class Ledger:
-    """Counts the bytes that a sharded model uses, by kind, and their peaks."""
+    """Counts the bytes that a sharded model uses on a rank, by kind, and their peaks.
+
+    - `shards`: this rank's parts of the parameters.
+    - `gathered`: whole parameters, and their gradients before the reduction.
+    - `gradients`: this rank's parts of the reduced gradients.
+    - `state`: the optimizer's state, counted after its first step.
+    - `whole`: unsharded parameters with their optimizer state.
+    """
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()

@@ -98,7 +98,11 @@ def _measure(own: Sequence[Slot], dtype: Any, casts: Any, received: float | None
 
 
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
-    """Choose the trained parameters to leave unsharded: all if they are a small part, else none."""
+    """Choose the trained parameters to leave unsharded: all if they are a small part, else none.
+
+    They are if, with their gradients and optimizer state, they take at most a quarter of the
+    model's bytes.
+    """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
     everything = sum(byte_count(slot.tensor) for slot in slots)
@@ -189,7 +193,10 @@ class WholeParameters:
                 slot.kept = slot.piece.grad._version
 
     def add_up(self) -> None:
-        """All-reduce the gradients that the batch's passes have accumulated."""
+        """All-reduce the gradients that the batch's passes have accumulated.
+
+        Every rank has to call this.
+        """
         if not self._views:
             self._open()  # this rank used none of them
         if not self._place.single_rank:
