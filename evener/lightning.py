@@ -116,7 +116,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def make_loader(
         self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]
     ) -> StepLoader:
-        """Return the DataLoader that gives this rank its rows of each global batch.
+        """Return a DataLoader with this rank's rows of each global batch.
 
         `options` are DataLoader arguments.
         """

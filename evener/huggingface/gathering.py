@@ -176,7 +176,7 @@ class Gathering:
         return self._join_earlier_passes(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, piece: _Piece) -> Any:
-        """Gather a value from all ranks, or return it if this pass has already gathered it.
+        """Gather a value from all ranks; on a retry, return the value gathered before.
 
         `call` is how often the pass has called `gather` before.
         """
@@ -258,7 +258,7 @@ def _weighted(values: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> P
 
 
 def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering) -> Any:
-    """Return an evaluation loader that divides whole batches among ranks.
+    """Return an evaluation loader that gives each rank whole batches.
 
     Data sets without a fixed order get accelerate's own loader.
     """

@@ -405,7 +405,7 @@ def _find_on_first_rank(
 def _find_or_return_error(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> _Finding:
-    """Return what this rank has found, with an error as a message instead of an exception."""
+    """Return this rank's result; an exception becomes a result with its message."""
     try:
         return _Finding(find())
     except RequestError as error:

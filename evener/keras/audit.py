@@ -479,7 +479,7 @@ class StepAudit:
         return not isinstance(self._try(plain, read_triple(batch)), Exception)
 
     def _list_own_passes(self, rows: Tensors) -> Iterator[Tensors]:
-        """Yield the audited rows of each gradient-accumulation pass that this process computes."""
+        """Yield the audited rows that this process computes, pass by pass."""
         cut, total = self._engine.cut, int(count_rows(rows))
         edges = [int(edge) for edge in cut.bounds(total)]
         for device, (start, stop) in enumerate(pairwise(edges)):
@@ -930,7 +930,7 @@ class StepAudit:
         return " and ".join(str(size) for size in sizes if size)
 
     def _warn_once(self, why: str) -> None:
-        """Warn that the training can't be audited, for the reason `why`.
+        """Warn that the training can't be audited because of `why`.
 
         Raises RequestError instead if the kind of the loss is unknown, because then only an audit
         can show that the gradients are right.

@@ -52,7 +52,7 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._engine.check_data(epoch_ends=True)
 
     def agree(self, *_: Any, **__: Any) -> None:
-        """Stop the training in all processes if any process wants to stop.
+        """Stop the training in all processes if `stop_training` is set in any of them.
 
         Every process has to call this.
         """

@@ -214,7 +214,7 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 
 
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
-    """Keras scope in which the model uses copies of its weights, and assigns no variables.
+    """Keras scope in which the model's call uses copies of its weights.
 
     `states` are pairs of a non-trainable variable and its value. Values that the call assigns stay
     in the scope.
@@ -289,7 +289,7 @@ def loss_with(
 ) -> Any:
     """Return a batch's loss as Keras computes it from `outputs`, plus the losses in `added`.
 
-    If there are any, they replace the losses of the layers (`model.losses`).
+    If `added` isn't empty, it replaces the losses that the model's layers add (`model.losses`).
     """
     token = in_step.set(True)  # a compute_loss may call the model
     model._losses_override.extend(added)  # `model.losses` returns this list unless it is empty

@@ -74,10 +74,9 @@ UNITS = {
 def measure_first(
     engine: Engine, plain: PlainSteps, training: bool, audited: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Wrap Keras' train or test function `run`, so that its first call measures the loss's kind.
+    """Wrap Keras' train or test function `run`; its first call begins with `measure_batch`.
 
-    `measure_batch` does this. Raises RequestError on the first call if the engine can't combine the
-    losses of a batch's parts.
+    Raises RequestError on the first call if the engine can't combine the losses of a batch's parts.
     """
     is_first = True
 
@@ -223,7 +222,7 @@ class Measured(NamedTuple):
         return [fitting[0] if fitting else OTHER for fitting in kinds]
 
     def _read_added(self, results: Sequence[StepResult]) -> list[tuple[float, ...]]:
-        """Return each loss that layers add, as a tuple of its values in all runs."""
+        """Return the values of each loss that layers add, as a tuple with one value per run."""
         calls = [result.call for result in results if result.call is not None]
         added = [split_losses(self.model, call.losses)[0] for call in calls]
         values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]

@@ -224,7 +224,7 @@ class Workers:
         return type(self.model).predict_step(self.model, data)
 
     def around_training(self, run: Steps) -> Steps:
-        """Wrap Keras' train function to survive running out of memory and to change shares.
+        """Wrap Keras' train function: retry if memory runs out, and change shares if needed.
 
         After the first step, the wrapper also checks that all processes have the same data. Without
         passes, running out of memory raises DeviceError.
@@ -600,7 +600,7 @@ class StepMetrics:
 
 
 def _read(metrics: Any) -> list[tuple[Any, Any]]:
-    """Return each variable of some metrics, together with its value."""
+    """Return (variable, value) pairs of all variables of some metrics."""
     return [
         (state, tf.convert_to_tensor(state)) for metric in metrics for state in metric.variables
     ]

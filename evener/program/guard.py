@@ -307,7 +307,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Compute the tensor again, from three quarters of the batch's rows."""
+        """Compute the tensor again from only three quarters of the batch's rows."""
         # `tensor` is the result of these calls with all rows
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
@@ -358,7 +358,7 @@ class Guard(Recorder):
         return record
 
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Compare losses of equal and unequal parts on all ranks at once.
+        """Compare losses of equal and unequal parts, by all ranks at once.
 
         Return the first rank's error message, or "".
         """

@@ -293,7 +293,7 @@ class Program:
         self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:
-        """Save the optimizers' settings when a batch begins, to detect changes within it."""
+        """Save the optimizers' settings when a batch begins, to detect a change within its step."""
         # A schedule changes the settings between batches. An exchanged value may be the cause of a
         # change within a batch.
         self._begun_reads = self.exchanges.origins.reads
@@ -441,10 +441,7 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Start a step with unequal shares.
-
-        Sets the weights of gradients, and checks the loss if it changed.
-        """
+        """Start a step with unequal shares: set the gradients' weights; check a changed loss."""
         # The loss needs a check if it has just changed, or if a setting that affects the loss has.
         # A guard disturbs the step's time, which isn't used for rebalancing.
         if self._loader_steps is None or loop.origin is None:
@@ -517,9 +514,9 @@ class Program:
             self._guard = None
 
     def _handle_several_loops(self, loop: Any) -> None:
-        """Check that two loops used in one step are both divided by the same shares.
+        """Check that a step's two loops have their rows divided among ranks in the same ratios.
 
-        Raises RequestError if they aren't.
+        Raises RequestError if they haven't.
         """
         # `loop` is the second loop; shares are different if they divide the loops' rows in other
         # ratios
@@ -826,7 +823,10 @@ class Program:
             self._others -= 1
 
     def stay_even(self, why: str) -> None:
-        """Keep shares equal and print why. Raises RequestError in strict mode."""
+        """Keep shares equal for this script, and print why.
+
+        Raises RequestError in strict mode.
+        """
         self.notebook.stay_even(why)
         self._end_strictly(self.notebook.why)
 

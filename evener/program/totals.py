@@ -63,10 +63,10 @@ class Totals:
         return self._whole.find(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> str:
-        """After a call that uses totals, decide whether its result could change with the shares.
+        """Follow a call that uses totals: could other shares change its result?
 
-        If it could, return the collective that made the total. If not, mark the result as a total
-        too, and return "".
+        If so, return the collective that made the total. If not, mark the result as a total too,
+        and return "".
         """
         # the result depends on the shares if the call also uses this rank's own rows, or reads a
         # sum as a number
@@ -89,7 +89,7 @@ class Totals:
     def _follow_whole(
         self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, place: str
     ) -> str:
-        """Follow a call that uses totals; if shares can't change its result, it is a total too."""
+        """Follow a call that uses totals; mark its result as a total if shares can't change it."""
         # Return `place` if the result may depend on the shares, and otherwise "". `place` is where
         # the sums were computed. A result that also uses this rank's own rows isn't marked. Own
         # rows with gradients are a part of the loss, which is computed again in parts.

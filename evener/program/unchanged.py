@@ -169,7 +169,7 @@ class UnchangedTraining:
         self._harmless = _Harmless(self._stop)
 
     def note_loop(self, loader: Any, iterator: Any) -> None:
-        """Record an iterator of a loader."""
+        """Record an iterator of a loader, whose batches will be timed."""
         if not self._is_over:
             # an iterator of the program's own class may not allow weak references
             with self._harmless, suppress(TypeError):

@@ -121,7 +121,7 @@ def find_difference(every: list[RankView]) -> str:
 
 
 def _have_other_numbers(every: list[RankView]) -> bool:
-    """Return whether ranks multiply losses, gradients or weights by different scalars."""
+    """Return whether ranks scale losses, gradients or weights by different numbers."""
     # Such a number is, for example, a factor of the loss. The `uses` are compared only if all ranks
     # have equally many: one rank may compute something alone, for example to log it.
     looked = [each for each in every if each.numbers is not None]
