@@ -53,7 +53,7 @@ def choose_devices(
     A term without an index or UUID selects all of `visible`. Add a note for each device on which
     other processes already use more than 5 % of the memory. Raises DeviceError if a term selects no
     device; `hidden` is the setting that hides them, such as CUDA_VISIBLE_DEVICES=''. Raises
-    RequestError if a term names no device, or several.
+    RequestError if a term names no device, or several. The result has the terms' order.
     """
     chosen: list[Device] = []
     for term in terms:
@@ -98,7 +98,8 @@ def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[De
     """Return the devices that CUDA_VISIBLE_DEVICES, or a variable like it, makes visible.
 
     `variable` is its value; None if it isn't set, so that all devices are visible. As in CUDA, the
-    first unknown entry ends the list, and a device that is listed twice hides them all.
+    first unknown entry ends the list, and a device that is listed twice hides them all. The result
+    has the variable's order.
     """
     # these are CUDA's rules; source: CUDA C++ programming guide, environment variables
     if variable is None:
@@ -300,7 +301,8 @@ class Backend(Protocol):
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
         """Return the devices that the terms select, given these environment variables.
 
-        Raises DeviceError if none is visible, and RequestError if a term matches none.
+        Raises DeviceError if none is visible, and RequestError if a term matches none. The result
+        has the terms' order.
         """
         listing = self.list_devices()
         hidden = f"{self.visible_variable}={variables.get(self.visible_variable)!r}"

@@ -32,7 +32,7 @@ def discover(
     `ray_address` is the address of the cluster, by default RAY_ADDRESS or this machine's. Raises
     `RequestError` for an invalid request, a device that doesn't exist or is named twice, or a
     memory limit above a device's memory. Raises `DeviceError` if the requested GPUs' driver fails,
-    or if the cluster can't be used.
+    or if the cluster can't be used. The result has the request's order.
     """
     terms = parse_request(spec)
     variables: Mapping[str, str] = {}
@@ -107,7 +107,8 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
     Returns two tuples of messages: about devices with too little free memory to measure on, and
     about busy devices. Call this before starting processes of your own, which would count as other
     programs. If a device is full, it is read again after a moment, because a driver takes a while
-    to free the memory of an ended process.
+    to free the memory of an ended process. A full device has less than 5 % of its memory free; this
+    threshold is at least 600 MiB and at most 2 GiB.
     """
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]

@@ -156,7 +156,8 @@ def default_name(framework: str, on_cpu: bool) -> str:
 def find(name: str, framework: str = "") -> Entry:
     """Return the workload of this name: a built-in one, or the user's own as `train.py:build`.
 
-    Raises `RequestError` if there is none, or if it belongs to another framework.
+    Raises `RequestError` if there is none, or if it belongs to another framework. The user's file
+    is parsed, but not run.
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(

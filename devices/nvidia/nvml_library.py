@@ -120,6 +120,7 @@ def list_gpus() -> Listing:
     """Return all GPUs and MIG instances with their memory use.
 
     A message names each GPU that doesn't answer. Raises `DeviceError` if the driver can't be used.
+    A GPU in MIG mode is replaced by its instances, which come last.
     """
     devices: list[Device] = []
     used: dict[str, int | None] = {}

@@ -57,7 +57,8 @@ class TrainerAudit:
         """Check the gradients of a few of the step's rows, if an audit is due.
 
         Call it after the backward pass and before the optimizer's step. `numbers` are the row
-        indices of the global batch. Raises RequestError if the gradients differ.
+        indices of the global batch. Raises RequestError if the gradients differ. Every rank has to
+        call this in each step.
         """
         trainer = self._trainer
         own = partial(_find_own_loss(type(trainer)), trainer.compute_loss_func)

@@ -84,7 +84,8 @@ def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
     """Return the callbacks that this process of a group uses, with a GroupSync as the last one.
 
-    Only the first process keeps callbacks that write files. Every process has to call this.
+    Only the first process keeps callbacks that write files. Every process has to call this. If a
+    callback of any process may stop within an epoch, the processes check for that after each batch.
     """
     group = engine.group
     own = keras.tree.flatten(

@@ -93,7 +93,10 @@ class Engine(Protocol):
         """Copy the first process's weights to the other processes."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return how long each device computed and waited in the latest steps, or () if unknown."""
+        """Return how long each device computed and waited in the latest steps, or () if unknown.
+
+        The devices are in the order of the shares.
+        """
 
 
 class OneProcess:

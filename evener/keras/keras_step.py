@@ -20,7 +20,10 @@ Tensors = Any  # nested tensors, as Keras passes them to a train step
 
 
 class OwnRows(NamedTuple):
-    """The rows of a global batch that this process computes."""
+    """The rows of a global batch that this process computes.
+
+    A process without rows has one filler row; `size` is then 0.
+    """
 
     data: Tensors
     size: Any  # number of these rows that count

@@ -287,7 +287,8 @@ class Workers:
     def check_data(self, epoch_ends: bool = False) -> None:
         """Raise RequestError if processes have been given different batches.
 
-        At the end of an epoch, inputs are compared if labels couldn't show a difference.
+        At the end of an epoch, inputs are compared if labels couldn't show a difference. The error
+        is raised in every process.
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):

@@ -36,7 +36,15 @@ SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices dr
 
 
 class StateUpdate(NamedTuple):
-    """A variable's value after a part of the batch, and the rule to combine it with other parts."""
+    """A variable's value after a part of the batch, and the rule to combine it with other parts.
+
+    The rule is `kind`:
+
+    - CHAINED: the last part's value counts.
+    - ADDED: the values are increments, which are added to the variable.
+    - AVERAGED: the changes are averaged by rows.
+    - ROWS, SUM, SAME: as measured for this model (see `part_kinds.py`).
+    """
 
     state: Any
     value: Any
@@ -171,7 +179,12 @@ def change(update: StateUpdate, start: Any, part: Any) -> Any:
 
 
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return the rule by which each non-trainable variable is combined from parts, by `id()`."""
+    """Return the rule by which each non-trainable variable is combined from parts, by `id()`.
+
+    Measured variables have the rule in `found`. Others are averaged by rows if they are floats, and
+    otherwise assumed to be the same on all devices. A random seed takes the last device's value or,
+    in `draws_alike`, is the same on all.
+    """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
         unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME

@@ -31,7 +31,7 @@ def name_plan_devices(plan: Plan) -> tuple[str, ...]:
 def name_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
     """Return the names of GPUs, such as "GPU:0", from a number or a list of indices.
 
-    Raises RequestError if there are none.
+    Raises RequestError if there are none. A number stands for the first GPUs.
     """
     numbers = list(range(gpus)) if isinstance(gpus, int) else list(gpus)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
@@ -44,7 +44,7 @@ def name_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
 def name_devices(devices: Sequence[str]) -> tuple[str, ...]:
     """Return TensorFlow's short names of the devices, such as "GPU:0".
 
-    Raises RequestError if `devices` isn't a list of names.
+    Raises RequestError if `devices` is empty or isn't a list of names.
     """
     if (
         isinstance(devices, str)

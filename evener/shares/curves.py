@@ -122,7 +122,10 @@ class Curve(msgspec.Struct, frozen=True):
         return (ceiling if most >= ceiling else int(most)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
-        """Return the rows, including a fraction, that take `seconds`; inf if time never grows."""
+        """Return the largest number of rows, perhaps a fraction, that takes at most `seconds`.
+
+        It is 0 below the time of the first point, and inf if the time never exceeds `seconds`.
+        """
         seconds *= 1 + ROUNDING
         times = self.times
         i = bisect_right(times, seconds)

@@ -43,7 +43,8 @@ def new_run_id() -> str:
 def trusted_folder(folder: Path) -> Path:
     """Create a folder if necessary and return it, checked to be writable by this user alone.
 
-    Raises RequestError if it can't be used, or if others own it or may write to it.
+    Raises RequestError if it can't be used, or if others own it or may write to it. Links are
+    followed.
     """
     with as_request_error(
         f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."

@@ -67,9 +67,10 @@ def release_others() -> None:
 
 
 def wait_for_release(path: str, rank: int) -> None:
-    """Wait until the first rank lets this rank start; exit if the first rank ends before.
+    """Wait until the first rank lets this rank start.
 
-    The first rank itself doesn't wait; it writes its process id for the others.
+    If the first rank ends before, this process exits with code 0. The first rank itself doesn't
+    wait; it writes its process id for the others.
     """
     first = Path(f"{path}.first")
     if rank == 0:

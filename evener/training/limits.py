@@ -141,7 +141,7 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
     """A bottleneck: how long it takes in each step, and how much faster training is without it.
 
     Gains are fractions: 0.12 means 12 % more samples/s. `by` names the device, rank or program that
-    causes it.
+    causes it; "" if unknown.
     """
 
     # The limits of a step don't overlap. The rest of the step is compute time (own work) and parts

@@ -94,7 +94,10 @@ class Pass(NamedTuple):
 
 
 class PassLimit:
-    """Maximum rows per pass on a rank, lowered when memory runs out and raised again later."""
+    """Maximum rows per pass on a rank, lowered when memory runs out and raised again later.
+
+    It is halved when memory runs out, and doubled after 200 steps without that.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -33,7 +33,10 @@ Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"
 
 
 class ShareTimes(msgspec.Struct, frozen=True):
-    """Median times of one rank's steps during which the shares stayed the same, in seconds."""
+    """Median times of one rank's steps during which the shares stayed the same, in seconds.
+
+    0 stands for an unknown time.
+    """
 
     shares: tuple[int, ...]  # of every rank
     own_work_s: float

@@ -73,7 +73,10 @@ class KerasSteps:
         return split
 
     def attach(self, model: Any) -> None:
-        """Set the model to train."""
+        """Set the model to train.
+
+        In a group, every process has to call this; all start with the first one's weights.
+        """
         self.model = model
         model.jit_compile = self.setup.xla
         self._use_split(self._devices, passes=False)
