@@ -321,7 +321,7 @@ class Backend(Protocol):
     ) -> tuple[Device, ...]:
         """Return the devices that a process with these environment variables would see.
 
-        The result has the order of that variable.
+        A variable such as CUDA_VISIBLE_DEVICES selects them and gives their order.
         """
         return visible_devices(devices, variables.get(self.visible_variable))
 

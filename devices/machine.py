@@ -378,8 +378,8 @@ def check_rising(key: str, points: Points) -> None:
 def interpolate(points: Points, batch: float) -> float:
     """Return the value at `batch` on the piecewise linear curve through the points.
 
-    Outside the points the first or last segment is extended, or held constant where the curve
-    falls.
+    Outside the points, the first or last segment is extended; if it falls, its end point's value is
+    returned.
     """
     above = bisect_left(points, batch, key=lambda point: point[0])
     right = min(max(above, 1), len(points) - 1)

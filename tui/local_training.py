@@ -70,7 +70,7 @@ class LocalTraining:
     def read_tail(self, lines: int) -> list[str]:
         """Return up to `lines` lines from the end of the log, or none if it can't be read.
 
-        Of a progress bar that rewrites its line, only the last state is returned.
+        If a progress bar has rewritten its line, only its last state is returned.
         """
         try:
             with open(self.log, "rb") as stream:

@@ -37,7 +37,7 @@ PRESSED_TWICE_SECONDS = 1.0  # a second signal within this time is ignored
 
 
 class _Progress:
-    """State of a search, and messages that wait below the live lines."""
+    """The state of a search, and messages to print below its live progress lines."""
 
     def __init__(self) -> None:
         self.state = SessionState()

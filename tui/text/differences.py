@@ -14,7 +14,7 @@ LONGER = "train both for longer, or on cores that nothing else uses"
 
 
 def difference_lines(found: RunDifference, most: float) -> list[str]:
-    """Describe how two runs differ, and whether the second is slower by more than `most`.
+    """Describe how two runs differ, and whether the second one is slower by more than `most`.
 
     `most` is a fraction: 0.05 allows 5 % more time per sample.
     """

@@ -80,7 +80,7 @@ def read_report(name: str) -> ReportData:
 
 
 def _find_steps(run: str, end: Finished | None) -> tuple[str, ...]:
-    """Return the commands that come next."""
+    """Return the commands that the user can run next."""
     if end is None:
         return (f"to go on: evener balance --resume {run}",)
     return write_next_steps(run, end, "", True)

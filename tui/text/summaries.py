@@ -139,7 +139,7 @@ def observation_text(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def _stage_text(seen: Observation) -> str:
-    """Return the word for the probe's stage, padded to a column."""
+    """Return the word for the probe's stage, padded to the width of its column."""
     return f"{STAGE_WORDS[seen.probe.stage]:<6}"
 
 

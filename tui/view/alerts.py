@@ -28,7 +28,7 @@ class Alert(NamedTuple):
     - `kind`: "hot", "throttled", "idle", "silent" or "below plan".
     - `about`: the device's key, or the training run's id; without an id, "pid " and its process
       id.
-    - `label`: their name for people.
+    - `label`: the name to show for the device or training run.
     - `at_seconds`: when it was raised, in Unix seconds.
     """
 

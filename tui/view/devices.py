@@ -145,7 +145,7 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the current values of a metric."""
+    """Return the current values of a metric, from the devices that have one."""
     return _current([getattr(sample, field) for sample in samples])
 
 

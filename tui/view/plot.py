@@ -66,7 +66,7 @@ class Axis(NamedTuple):
     log2: bool = False
 
     def place(self, number: float) -> float:
-        """Return where a value lies on the axis, from 0 to 1."""
+        """Return the position of a value along the axis, from 0 to 1."""
         number = max(self.low, min(self.high, number))
         if self.log2:
             share = math.log2(number / self.low) / math.log2(self.high / self.low)
@@ -200,7 +200,7 @@ class Frame(NamedTuple):
     height: int
 
     def column(self, number: float) -> int:
-        """Return the column of an x value."""
+        """Return the column of cells in which an x value is drawn."""
         return self.dots(number, self.y.low)[0] // 2
 
     def y_ticks(self) -> list[float]:
@@ -217,7 +217,7 @@ class Frame(NamedTuple):
         return ticks
 
     def row(self, number: float) -> int:
-        """Return the row of a y value, from the top."""
+        """Return the row of cells in which a y value is drawn, counted from the top."""
         return self.dots(self.x.low, number)[1] // 4
 
     def dots(self, x: float, y: float) -> tuple[int, int]:

@@ -225,6 +225,6 @@ def _best_series(
 
 
 def _best_text(state: SessionState, point: BestPoint) -> str:
-    """Return the text that is shown when the cursor is on a point."""
+    """Return the text to show when the cursor is on a point of the chart."""
     layout = point.layout
     return f"{rate(point.samples_per_second)} samples/s: {name_layout(layout, state.devices)}"

@@ -58,7 +58,7 @@ def _draw_lanes(
 
 
 def _number_changes(ends: Sequence[int], room: int) -> str:
-    """Return the line with the number of each change at its cell."""
+    """Return a line that numbers the changes, each number at the cell of its change."""
     # The sentences about the training's changes use the same numbers.
     marks = [" "] * room
     for number, place in enumerate(ends, 1):

@@ -23,7 +23,7 @@ _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
 
 class PastTicks(Protocol):
-    """Stored readings, such as `evener.devices.sampler.Sampler` keeps them."""
+    """Interface of stored readings; `evener.devices.sampler.Sampler` implements it."""
 
     @property
     def ticks(self) -> int:

@@ -157,7 +157,7 @@ def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
 
 
 def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iterator[Line]:
-    """Yield lines of parts that are side by side."""
+    """Put blocks of lines side by side, and yield the joined lines."""
     for row in zip(*parts, strict=True):
         yield Line(pad(tuple(span for part in row for span in part), width))
 
