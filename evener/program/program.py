@@ -842,7 +842,8 @@ class Program:
 def _find_common_fault(every: list[RankView]) -> str:
     """Return why shares stay equal: the first rank's reason, or a difference between ranks.
 
-    The result is "" if shares may differ.
+    `every` is empty if a rank didn't answer, which is a reason, too. The result is "" if shares may
+    differ.
     """
     if not every:
         # a rank is missing

@@ -275,10 +275,11 @@ class PlannedTraining:
     def wrap(self, model: Any, **options: Any) -> Any:
         """Return the model on its device, wrapped so that gradients are weighted and summed.
 
-        With a single rank, the model is only moved to its device. A model that FSDP2 shards (with
-        `weigh="loss"`) or that is already wrapped isn't wrapped again. Of DistributedDataParallel's
-        `options`, only `bucket_cap_mb`, `broadcast_buffers` and `process_group` have an effect.
-        Raises RequestError if the model's gradients can't be weighted.
+        Every rank has to call this. With a single rank, the model is only moved to its device. A
+        model that FSDP2 shards (with `weigh="loss"`) or that is already wrapped isn't wrapped
+        again. Of DistributedDataParallel's `options`, only `bucket_cap_mb`, `broadcast_buffers` and
+        `process_group` have an effect. Raises RequestError if the model's gradients can't be
+        weighted.
         """
         self.check_whole()
         weigh = self.weights.weigh

@@ -218,8 +218,9 @@ class Split(PlannedTraining):
         - `options`: further keyword arguments of DataLoader.
 
         Each row is computed once per epoch, on one rank. With several passes, batches stay in host
-        memory, and `parts` sends each part. Raises RequestError for data sets without a length and
-        for options that the plan decides.
+        memory, and `parts` sends each part. Raises RequestError for data sets without a length for
+        options that the plan decides, and for `lengths` that don't fit the data set, with
+        `rebalance`, or in validation.
         """
         check_options(options)
         rows = count_rows(dataset)
@@ -305,8 +306,8 @@ class Split(PlannedTraining):
           GPU memory.
         - `dtype`: dtype of computation; None leaves each parameter its own.
 
-        Use it instead of `wrap`, and create the optimizer afterwards. Raises RequestError if the
-        model can't be sharded.
+        Use it instead of `wrap`, and create the optimizer afterwards. Every rank has to call this.
+        Raises RequestError if the model can't be sharded.
         """
         made = import_module("evener.torch.shards.make")  # which builds on this package
         return cast(Model, made.shard(self, model, shard, units, state, dtype))

@@ -315,7 +315,7 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return how many random values to draw for a row, so that rows of any length start alike."""
+    """Return how many random values to draw for a row, so that rows up to 4096 start alike."""
     # PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
     # rows of up to LONGEST values, so that rows of different lengths start with the same values.
     return max(LONGEST, length)

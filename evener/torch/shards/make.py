@@ -82,8 +82,8 @@ def shard(
     - `dtype`: dtype of computation; None leaves each parameter its own.
     - `casts`: dtype of an autocast around each forward pass, or None.
 
-    Raises RequestError if the model or the training can't be sharded, or if the ranks' models
-    differ.
+    Every rank has to call this. Raises RequestError if the model or the training can't be sharded,
+    or if the ranks' models differ.
     """
     if level not in ("all", "state") or (level == "state" and units is not None):
         raise RequestError(

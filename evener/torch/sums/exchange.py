@@ -88,10 +88,10 @@ class Exchange:
     - `broadcast_buffers`: whether to copy the first rank's buffers after they change.
     - `single_rank`: True if there are no other ranks, and only failed passes have to be undone.
 
-    Raises RequestError if ranks have different models, or if the model is sharded. These attributes
-    are callbacks: `begun` is called when a backward pass reaches outputs of a batch, with this
-    batch and the one before; `ready` when the last gradient is computed; `sent` when all buckets
-    are sent; `done` when all sums are complete.
+    Every rank of the group has to create one. Raises RequestError if ranks have different models,
+    or if the model is sharded. These attributes are callbacks: `begun` is called when a backward
+    pass reaches outputs of a batch, with this batch and the one before; `ready` when the last
+    gradient is computed; `sent` when all buckets are sent; `done` when all sums are complete.
     """
 
     def __init__(
