@@ -208,9 +208,9 @@ class Gathering:
         return _weighted(joined, sums, rows)
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]], is_last: bool) -> Any:
-        """Gather a value of all pieces of a pass from all ranks.
+        """Gather a value from all ranks once the pass's last piece is computed.
 
-        Before the last piece, return only this rank's value.
+        Before that, return only this rank's value.
         """
         gather = self._gather if is_last else lambda own: own
         values = [value for value, _ in pieces]
@@ -239,7 +239,7 @@ class Gathering:
 def _gather_scalar(
     values: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """Gather one scalar and its row count from each rank."""
+    """Gather a scalar from each rank, together with the rank's row count."""
     # `values` and `rows` have one entry for each piece of this rank's pass.
     own = torch.stack(values).double()
     count = own.new_tensor(rows)

@@ -306,7 +306,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         )
 
     def check_loss(self) -> None:
-        """Raise RequestError if training with the plan would change what is learned."""
+        """Raise RequestError if the plan's shares would change the Trainer's loss."""
         # Only the loss is checked. Call this when the trainer's loader exists. Training with the
         # plan changes what is learned if the loss isn't a mean over rows, labels or items, or if
         # the program's own launcher averages means over different numbers of labels.

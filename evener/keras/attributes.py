@@ -156,7 +156,7 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Set the content of a list or dict to `content`, in place."""
+    """Replace the content of a list or dict by `content`, keeping the container itself."""
     # Items that are already the same aren't assigned.
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:

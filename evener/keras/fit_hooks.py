@@ -71,7 +71,7 @@ class FitHooks:
             self.audit = StepAudit(engine, self._plain, split.strict, self._pass_rows)
 
     def attach(self) -> None:
-        """Put the replacements on the model."""
+        """Replace the model's methods, such as `fit` and `train_step`, by the methods here."""
         model, engine = self.model, self.engine
         for name in ("train_step", "test_step", "predict_step"):
             setattr(model, name, self._step_of(name))

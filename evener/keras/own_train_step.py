@@ -17,7 +17,7 @@ _inner: ContextVar[Step] = ContextVar("_inner")  # the step that super().train_s
 
 
 class _EngineStep(keras.Model):  # type: ignore[misc]
-    """Base class whose `train_step` is the engine's."""
+    """Class whose `train_step` is the engine's; a user's call of `super().train_step` finds it."""
 
     # The user's `super().train_step` calls this class's `train_step`, which runs the engine's step.
 

@@ -198,7 +198,7 @@ def is_seed(state: Any) -> bool:
 
 
 class PassSums(NamedTuple):
-    """Combined results of all gradient-accumulation passes of a device."""
+    """Combined results of all passes of a device: outputs, loss, gradients and variables."""
 
     outputs: Tensors  # for all rows
     loss: Any  # contribution of these rows to the batch's mean

@@ -15,9 +15,9 @@ _FORGET = 1000  # expired storages are dropped once there are this many
 
 
 class TensorMarks:
-    """Labels tensors with the collective that their values come from.
+    """Marks tensors with the collective that their values come from.
 
-    A label belongs to one tensor object, or to a storage and so to all its views.
+    A mark belongs to one tensor object, or to a storage and so to all its views.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What each rank of a user's script prints, and what it reports to `evener run` at its end."""
+"""Prints messages on rank 0 of a user's script, and reports each rank to `evener run` at exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasons that keep shares equal, and the comparison of what all ranks observed."""
+"""Compares the ranks' observations of a step, and says why shares have to stay equal."""
 
 from __future__ import annotations
 
