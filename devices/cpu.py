@@ -188,7 +188,8 @@ STEADY_MALLOC = {
 class CpuSlices(Backend):
     """Backend of CPU slices, which are requested as `cpu`, `cpu/N` or `cpu/N:I`.
 
-    The training process itself enforces a limit of compute, by waiting before each step.
+    A process that measures a training enforces a limit of compute itself, by spinning before each
+    step.
     """
 
     kind = "cpu"

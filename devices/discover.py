@@ -32,7 +32,7 @@ def discover(
     `ray_address` is the address of the cluster, by default RAY_ADDRESS or this machine's. Raises
     `RequestError` for an invalid request, a device that doesn't exist or is named twice, or a
     memory limit above a device's memory. Raises `DeviceError` if the requested GPUs' driver fails,
-    or if the cluster can't be used. The result has the request's order.
+    or if the cluster can't be used. On one machine, the result has the request's order.
     """
     terms = parse_request(spec)
     variables: Mapping[str, str] = {}
