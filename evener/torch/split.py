@@ -218,7 +218,7 @@ class Split(PlannedTraining):
         - `options`: further keyword arguments of DataLoader.
 
         Each row is computed once per epoch, on one rank. With several passes, batches stay in host
-        memory, and `parts` sends each part. Raises RequestError for data sets without a length for
+        memory, and `parts` sends each part. Raises RequestError for data sets without a length, for
         options that the plan decides, and for `lengths` that don't fit the data set, with
         `rebalance`, or in validation.
         """
