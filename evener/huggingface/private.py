@@ -1,4 +1,7 @@
-"""The private methods of transformers' Trainer that evener calls, all in one place."""
+"""The private methods of transformers' Trainer that evener calls, all in one place.
+
+tests/evener/test_huggingface_private.py checks that each exists.
+"""
 
 from __future__ import annotations
 

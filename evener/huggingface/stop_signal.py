@@ -1,4 +1,8 @@
-"""Saves a checkpoint when any rank of a Trainer gets SIGTERM."""
+"""Saves a checkpoint when any rank of a Trainer gets SIGTERM.
+
+All ranks save it at the same step. transformers' own callback saves three seconds after the signal,
+by each rank's clock, so ranks in different steps would wait for each other forever.
+"""
 
 from __future__ import annotations
 

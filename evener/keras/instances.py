@@ -1,4 +1,7 @@
-"""Temporary replacement of attributes on a single object."""
+"""Temporary replacement of attributes on a single object.
+
+Classes stay as they are, so models in other threads aren't affected.
+"""
 
 from __future__ import annotations
 

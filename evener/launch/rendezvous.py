@@ -1,4 +1,8 @@
-"""Rendezvous backends for PyTorch's elastic agent."""
+"""Rendezvous backends for PyTorch's elastic agent.
+
+A single agent opens no port. Agents of several hosts meet at a port of one address; PyTorch's own
+rendezvous would open that port on every address of the machine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The files in which training processes report their state, one JSON record per reporter."""
+"""The files in which training processes report their state, one JSON record per reporter.
+
+Files aren't trusted. One counts only if it is small, regular and well-formed, if no other user can
+access it or its folder, and if the process in its name is alive.
+"""
 
 from __future__ import annotations
 

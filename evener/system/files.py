@@ -1,4 +1,8 @@
-"""Files and folders in which evener keeps its state."""
+"""Files and folders in which evener keeps its state.
+
+No state is kept in a folder that other users may write to. If an atomic write fails, the previous
+file stays intact.
+"""
 
 from __future__ import annotations
 
