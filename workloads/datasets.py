@@ -1,4 +1,7 @@
-"""Synthetic training data as NumPy arrays; nothing is downloaded."""
+"""Synthetic training data as NumPy arrays; nothing is downloaded.
+
+The same arguments always give the same data.
+"""
 
 from __future__ import annotations
 

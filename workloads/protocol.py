@@ -78,7 +78,7 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 class Workload(ABC):
     """A model with its data and optimizer, which a probe trains step by step.
 
-    The constructor may take minutes.
+    The constructor may take minutes. `step` may return before the devices have finished.
     """
 
     memory: MemoryMeter

@@ -1,4 +1,7 @@
-"""The built-in workloads, and the search for a workload by name."""
+"""The built-in workloads, and the search for a workload by name.
+
+No framework is imported until a workload is built.
+"""
 
 from __future__ import annotations
 

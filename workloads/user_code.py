@@ -1,4 +1,7 @@
-"""The user's own model functions: finding, checking, importing and calling them."""
+"""The user's own model functions: finding, checking, importing and calling them.
+
+No framework is imported here, only by the user's own code.
+"""
 
 from __future__ import annotations
 
