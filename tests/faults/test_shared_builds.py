@@ -233,7 +233,8 @@ HOLDS_A_DRIVER_FILE = LOADS.replace(
     import os
     from evener.balancer.probes import forkable
     for backend in forkable.all_backends():
-        backend.driver_files = ({folder!r} + "/nvidia",)
+        if backend.driver_files:
+            backend.driver_files = ({folder!r} + "/nvidia",)
     held = os.open({folder!r} + "/nvidiactl", os.O_CREAT | os.O_RDONLY)
     time.sleep""",
 )

@@ -152,7 +152,7 @@ TABLE = {
     ),
     "a rank that is stopped among four": Made(
         (*[Habit(doing="sum", **STUCK)] * 3, Habit(silence=42)),
-        ("gpu-3 has been silent for 42 s: stopped, or gone; the others wait for it.",),
+        ("GPU:3 has been silent for 42 s: stopped, or gone; the others wait for it.",),
     ),
     "a process alone that evaluates": Made(
         (Habit(doing="between steps", **STUCK),),
