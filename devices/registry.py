@@ -1,6 +1,6 @@
 """The kinds of devices that evener supports, and the environment of a child process.
 
-To add a maker of devices, add a line to BACKENDS.
+To support another vendor, add a line to BACKENDS.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _owns_terminal() -> bool:
 
 
 def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
-    """Run `evener demo` with the same look, and return its exit code."""
+    """Run `evener demo` with this app's theme and options, and return its exit code."""
     # The app has been closed. The demo is a separate process, which stores nothing.
     words = [*(["--theme", theme] if theme else []), *(["--ascii"] if options.get("ascii") else [])]
     return subprocess.call([sys.executable, "-P", "-m", "evener", "demo", *words])

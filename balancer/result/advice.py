@@ -76,7 +76,7 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 def find_single(verdict: Verdict) -> Rival | None:
     """Return a single device that trains as fast as the plan, or None.
 
-    It must have the plan's global batch. A smaller one is accepted if the user requested none.
+    It must use the plan's global batch, or a smaller one if the user didn't request a batch.
     """
     batch = verdict.chosen.global_batch
     for rival in verdict.rivals:

@@ -132,7 +132,7 @@ class DeviceModel:
 
     @cached_property
     def certain_rows(self) -> int:
-        """The most rows of one pass that are safe: they ran already, or leave much memory free."""
+        """The most rows per pass known to fit: they ran, or leave plenty of memory free."""
         return self.memory.largest_safe(self.requested_rows, self.quantum)
 
     # ------------------------------------------------------------------ by time, and by what ran

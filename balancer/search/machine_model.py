@@ -158,7 +158,7 @@ class MachineModel:
         return (costs[0], tuple(within))
 
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
-        """Estimate the exchange seconds that computation doesn't hide, from the link's speed."""
+        """Estimate the seconds of exchange that don't overlap with computation, by the link."""
         batch = self.problem.global_batch
         # what is left of the exchange on the device that hides most of it behind its computation
         left = []

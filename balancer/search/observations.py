@@ -103,7 +103,7 @@ class Observations:
     def in_stage(self, *stages: Stage) -> list[Observation]:
         """Return the observations of these stages, sorted by stage, then by probe.
 
-        Failures are missing while they can still be retried.
+        Failures that may still be retried are left out.
         """
         found: list[Observation] = []
         for stage in stages:

@@ -38,7 +38,7 @@ PASS_SECONDS = 2.0
 
 
 class TextStage:
-    """Measures what rows of different lengths cost, then real batches with these costs."""
+    """Measures the cost of rows by length, then real batches shared by these costs."""
 
     def __init__(self, machine: TextModel, budget: Budget, splits: bool) -> None:
         self._machine = machine

@@ -162,7 +162,7 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Find the mean from gradients; if reentrant checkpointing forbids that, from losses."""
+        """Find what the loss averages over: by gradients, else by losses."""
         try:
             return self._find()
         except RuntimeError as error:

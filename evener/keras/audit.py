@@ -383,7 +383,7 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Context manager in which the engine divides each device's few rows into two passes."""
+        """Context manager in which the engine runs even a few rows of a device in two passes."""
         # The passes divide a device's part of `rows` rows. The context has no effect if the engine
         # doesn't use passes.
         cut = self._engine.cut

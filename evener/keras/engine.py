@@ -126,7 +126,7 @@ class OneProcess:
         """Do nothing: a single process can run any test step."""
 
     def judges_parts(self, training: bool) -> bool:
-        """Return whether losses are computed for parts: in training with gradient accumulation."""
+        """Return whether losses are computed per part of a batch: in gradient accumulation."""
         return training and self.cut.in_passes
 
     def around_training(self, run: Steps) -> Steps:

@@ -18,7 +18,8 @@ from .layout import Knots, Share
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
     """Return the step-time curves of a plan's shares.
 
-    If a share has no curve, all shares are assumed to take equally long, in proportion to rows.
+    If a share has no curve, assume that all shares take the same time, each one's in proportion
+    to its rows.
     """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 

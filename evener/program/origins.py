@@ -54,7 +54,7 @@ class Origins:
     def write_objects(self, data: Any, place: str) -> None:
         """Mark tensors in Python objects that were gathered from all ranks.
 
-        Plain numbers in them can't be followed, so they count as read by the script.
+        Plain numbers in them can't be tracked, so the script is assumed to use them.
         """
         # what the program does with Python numbers can't be tracked, so it counts as having read
         # them

@@ -587,7 +587,7 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the step, in rows, in which shares are changed: 8, 4, 2 or 1."""
+    """Return the rows of which changes of shares are multiples: 8, 4, 2 or 1."""
     # this quantum is the largest of 8, 4 and 2 that divides all current shares and is at most 1/64
     # of their mean
     quantum = math.gcd(LARGEST_QUANTUM, *shares)

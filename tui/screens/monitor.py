@@ -253,7 +253,7 @@ class DevicePanel(ListPanel[PanelRow]):
         return row.sample if row is not None else None
 
     def place(self, snapshot: Snapshot) -> None:
-        """Set the rows from a reading."""
+        """Fill the table with the values of a snapshot."""
         publisher = self.evener.publisher
         self.place_rows(
             group_rows(

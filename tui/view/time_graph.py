@@ -62,7 +62,7 @@ class TickWindow(NamedTuple):
 
     @property
     def newest(self) -> int:
-        """The number of newest readings that the graph needs."""
+        """How many of the latest readings the graph needs."""
         if self.stretch > 1:
             return self.ticks
         return self.ticks - self.first_cell * 2 * self.per_dot

@@ -345,12 +345,12 @@ class OneOf(Lines):
         )
 
     def action_change(self, steps: int) -> None:
-        """Move on by `steps` words; after the last word comes the first."""
+        """Choose the option that is `steps` further on; the first follows the last."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()
         self.post_message(self.Changed())
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Choose the next of the field's words."""
+        """On a click, switch the field to its next option."""
         self.action_change(1)

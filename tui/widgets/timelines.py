@@ -101,7 +101,7 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def change_span(self, direction: int) -> None:
-        """Show the next longer (1) or shorter (-1) time, and save the choice."""
+        """Switch to the next longer (1) or shorter (-1) time span, and save the choice."""
         place = SPANS.index(self.span) + direction
         self.evener.keep(graph_seconds=SPANS[max(0, min(place, len(SPANS) - 1))])
         self.cursor = None

@@ -121,7 +121,7 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
 
 
 def _may_blame_passes(position: int, seen: Observation) -> bool:
-    """Whether a probe failed with gradient accumulation, which may be the reason."""
+    """Whether a probe failed while using gradient accumulation, which may be the cause."""
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
 

@@ -57,7 +57,7 @@ class Epoch:
         self.batches: list[Any] = []  # batches that may still be in use; the newest is last
 
     def may_be_computed(self) -> bool:
-        """Return whether the model may still compute a batch of this loop."""
+        """Return whether a batch of this loop could still be passed to the model."""
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:

@@ -67,7 +67,7 @@ class Gathered:
         self._copies = self._pair_with(shard, *ranges[place.rank])
 
     def view_of(self, slot: Slot) -> torch.Tensor:
-        """Return a parameter as a view of the gathered memory; the parameter is `slot`."""
+        """Return the parameter of `slot` as a view of the gathered memory."""
         for segment, typed in zip(self.segments, self._typed, strict=True):
             if segment.dtype == slot.computes:
                 first = slot.start - segment.start

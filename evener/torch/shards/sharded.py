@@ -2,8 +2,8 @@
 
 The model is divided into units, modules whose parameters are gathered and freed together. The next
 unit is prefetched while one computes. Each rank receives the sums for its own shard. A rank holds
-only its shard of a gradient, so each backward pass ends with a reduction. That is so also with
-several backward passes per optimizer step. All ranks compute the same units in the same order.
+only its shard of a gradient, so each backward pass ends with a reduction, also in gradient
+accumulation. All ranks compute the same units in the same order.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class Sharded:
     def arm(self, batch: Any) -> None:
         """Prepare for the backward pass that has just begun.
 
-        `batch` is the batch of the outputs at which it began. Raises RequestError with
+        `batch` is the batch whose outputs it starts from. Raises RequestError with
         `create_graph=True`.
         """
         # once per backward pass; for further outputs, only record that it has reached them

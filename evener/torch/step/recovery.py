@@ -298,7 +298,7 @@ class PassState:
     def restore(self) -> None:
         """Restore the random generators and the buffers.
 
-        Raises DeviceError if a buffer has changed that wasn't copied.
+        Raises DeviceError if a buffer that wasn't copied has changed.
         """
         self._numbers.restore()
         if any(

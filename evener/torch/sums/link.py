@@ -34,7 +34,7 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """Process that takes part, with one device, in measuring all-reduces."""
+    """One process of an all-reduce measurement, with one device."""
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank
