@@ -96,20 +96,26 @@ class Race:
         if any(isinstance(seen, Failed) for seen in checks):
             return ()  # another one would only fail too
         held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
-        width = relative_half_width(best.throughput)
-        turns_may_suffice = width <= ROUGH * math.sqrt(MOST_TURNS / best.turns)
-        is_alone = all(one.layout == layout for one in self.running)
-        # a check has time for few steps
-        slow = FEW_STEPS * layout.global_batch / best.throughput.value > BASE_SECONDS[Stage.CHECK]
-        worth_turns = (is_alone or slow) and best.turns < MOST_TURNS
-        # turns in which a device was throttled don't count, so the checks are limited too
-        may_repeat = len(checks) < MOST_TURNS and (turns_may_suffice or worth_turns)
-        rough = width > ROUGH and may_repeat
+        rough = self._may_get_surer(best, len(checks))
         compared = any(seen.probe.layout != layout for seen in self._seen.timed())
         if not rough and not held and (checks or not compared):
             return ()
         turns = (*self._seen.turns(layout), *(seen.probe.turn for seen in checks))
         return self._budget.probes(layout, Stage.CHECK, max(turns, default=FIRST_TURN) + 1)
+
+    def _may_get_surer(self, best: Result, checks: int) -> bool:
+        """Whether the winner's speed is known roughly, and more than `checks` checks may help."""
+        # turns in which a device was throttled don't count, so the checks are limited too
+        width = relative_half_width(best.throughput)
+        if width <= ROUGH or checks >= MOST_TURNS:
+            return False
+        if width <= ROUGH * math.sqrt(MOST_TURNS / best.turns):
+            return True
+        is_alone = all(one.layout == best.layout for one in self.running)
+        # a check has time for few steps
+        step_seconds = best.layout.global_batch / best.throughput.value
+        slow = FEW_STEPS * step_seconds > BASE_SECONDS[Stage.CHECK]
+        return (is_alone or slow) and best.turns < MOST_TURNS
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:

@@ -330,8 +330,8 @@ def _alone_faults(printed: Printed) -> Iterator[str]:
             # the plan's own device
             and not printed.headline.partition(f" on {name} alone")[1]
         ]
-        told = EARLIER.search(rival.text)
-        if others and told is None:
+        excused = EARLIER.search(rival.text)
+        if others and excused is None:
             yield f"{others} alone are faster in the table: {rival.text}"
 
 

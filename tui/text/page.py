@@ -8,6 +8,7 @@ from pathlib import Path
 
 from evener.balancer.journal import Header
 from evener.balancer.number_format import count_words, duration, percent, rate
+from evener.balancer.session_state import RatedLayout
 from evener.balancer.statistics import is_known
 from evener.balancer.types import Timed
 from evener.devices.registry import is_simulated
@@ -112,22 +113,25 @@ def _verdict_html(report: ReportData) -> Iterator[str]:
         yield f'<p class="verdict">{unbroken(escape(plain(first, 1000)))}</p>'
     if written is not None:
         yield f"<p>{unbroken(escape(plain(f'{written.rate}: {written.description}', 1000)))}</p>"
-    plan = report.rivals[0]
     top = max(rival.rate.value for rival in report.rivals)
-    rows = []
-    for rival in report.rivals:
-        own = rival is plan
-        value = rival.rate.value
-        words = rate(value) if is_known(rival.rate) else f"~{rate(value)}"
-        gain = "" if own else versus(plan, rival)
-        if rival.paired is not None and gain.startswith(("+", "-")):
-            gain = f"{gain} in turns"
-        bar = _bar((value, SERIES[2] if own else SERIES[0], 1), most=top)
-        rows.append((PLAN_NAME if own else plain(rival.name, 40), bar, words, gain))
+    rows = [_row_of_rival(report, rival, top) for rival in report.rivals]
     head = ("", "", "samples/s", "plan faster by")
     yield _draw_table(head, rows, range(2, 4), "gains")
     if report.steps:
         yield f"<pre>{escape(chr(10).join(report.steps))}</pre>"
+
+
+def _row_of_rival(report: ReportData, rival: RatedLayout, top: float) -> tuple[str, Html, str, str]:
+    """Return a layout's name, bar, samples/s and the plan's gain over it; `top` fills a bar."""
+    plan = report.rivals[0]
+    own = rival is plan
+    value = rival.rate.value
+    words = rate(value) if is_known(rival.rate) else f"~{rate(value)}"
+    gain = "" if own else versus(plan, rival)
+    if rival.paired is not None and gain.startswith(("+", "-")):
+        gain = f"{gain} in turns"
+    bar = _bar((value, SERIES[2] if own else SERIES[0], 1), most=top)
+    return PLAN_NAME if own else plain(rival.name, 40), bar, words, gain
 
 
 def _remarks(report: ReportData) -> Sequence[str]:
