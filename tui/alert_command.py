@@ -15,9 +15,9 @@ LIMIT_SECONDS = 60.0
 def start_command(command: str, alert: Alert) -> str:
     """Start `command` for `alert` in the background; return an error message, or "".
 
-    The command runs without a shell, in a session of its own, and with its streams on /dev/null. It
-    finds the alert in the environment variables EVENER_ALERT (kind), EVENER_ABOUT (device or
-    training) and EVENER_TEXT (message), and is killed after 60 seconds.
+    The command runs without a shell, in its own process session, and with its standard streams on
+    /dev/null. It can read the alert from the environment variables EVENER_ALERT (kind),
+    EVENER_ABOUT (device or training run) and EVENER_TEXT (message). After 60 seconds it is killed.
     """
     described = {
         "EVENER_ALERT": alert.kind,

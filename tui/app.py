@@ -1,4 +1,4 @@
-"""The app with its four screens: its keys, themes, settings and exit."""
+"""The app with its four screens, and its key bindings, themes, settings and exit."""
 
 from __future__ import annotations
 
@@ -62,13 +62,14 @@ def _settings_provider() -> type[Provider]:
 
 
 class EvenerApp(BaseApp):
-    """The evener app: Monitor, Balance, Runs and Trainings, one mode each.
+    """The evener app, with a Textual mode for each screen: Monitor, Balance, Runs and Trainings.
 
     Use `tui.start.draw_app` to run it.
 
     - `publisher`: the sampler that reads the devices.
     - `theme`: "dark", "light" or "contrast".
-    - `replayed`: a recorded run to replay at the start, and its speed relative to real time.
+    - `replayed`: a recorded run to replay at the start, and how many times as fast as it ran; None
+      replays nothing.
     - `first_start`: open the welcome dialog.
     - `options`: arguments of `BaseApp`.
     """
@@ -119,7 +120,7 @@ class EvenerApp(BaseApp):
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Return evener's dark colours as defaults, because Textual's own themes lack them."""
-        return meanings(dark=True)
+        return theme_variables(dark=True)
 
     async def on_mount(self) -> None:
         """Show the first screen, install signal handlers, and start to read the devices."""
@@ -143,9 +144,10 @@ class EvenerApp(BaseApp):
             self.call_after_refresh(_tune_garbage_collection)
 
     def switch_mode(self, mode: str) -> AwaitMount:
-        """Switch to a screen.
+        """Switch to another screen.
 
-        A newly created screen is styled once; Textual would style it twice.
+        If that creates the screen, the stylesheet is applied to it once; Textual would apply it
+        twice.
         """
         # A new screen is styled when it is created. Textual would style it a second time.
         self._makes_screen = mode not in self._screen_stacks
@@ -182,7 +184,10 @@ class EvenerApp(BaseApp):
             await super().on_event(event)
 
     def hang_up(self) -> None:
-        """Exit with the exit code of SIGHUP, because the terminal was closed. Thread-safe."""
+        """Exit with the exit code of SIGHUP, because the terminal was closed.
+
+        This method is thread-safe.
+        """
         if self._started_on is not None:
             self._started_on.call_soon_threadsafe(self.exit, 128 + signal.SIGHUP)
 
@@ -240,7 +245,7 @@ class EvenerApp(BaseApp):
         return lines
 
     def get_key_display(self, binding: Binding) -> str:
-        """Return the name of a key as all pages write it: Ctrl-P, Shift-Tab, Enter."""
+        """Return the name of a key as evener writes it, such as Ctrl-P, Shift-Tab or Enter."""
         shown = super().get_key_display(binding)
         if shown.startswith("^") and len(shown) > 1:
             return f"Ctrl-{shown[1:].upper()}"
@@ -249,7 +254,7 @@ class EvenerApp(BaseApp):
         return shown.capitalize() if shown in SPELLED_KEYS else shown
 
     def action_help(self) -> None:
-        """Show the key bindings and the meaning of all marks."""
+        """Show the key bindings, and what the marks on the screens mean."""
         from .screens.dialogs import DetailsDialog, help_lines
 
         if not isinstance(self.screen, ModalScreen):
@@ -281,7 +286,7 @@ class EvenerApp(BaseApp):
         names = get_args(ThemeName)
         now = self.theme.removeprefix("evener-")
         place = names.index(now) if now in names else -1
-        self.keep(theme=names[(place + 1) % len(names)])
+        self.change_settings(theme=names[(place + 1) % len(names)])
         self.theme = f"evener-{self.settings.theme}"
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
@@ -312,7 +317,7 @@ class EvenerApp(BaseApp):
 
 
 def _tune_garbage_collection() -> None:
-    """Turn garbage collection on again, without scanning the objects that exist now."""
+    """Turn garbage collection on again, and exempt the objects that exist now from it."""
     # The objects that exist now are never scanned, because that would take 40 ms each time.
     gc.collect()
     gc.freeze()
@@ -321,7 +326,7 @@ def _tune_garbage_collection() -> None:
 
 
 # colours on dark and on light, for each tone of `evener.tui.view.cells` that Textual's themes lack
-_MEANINGS = {
+_TONE_COLOURS = {
     "dim": ("#76839a", "#66717f"),
     "title": ("#93a1b8", "#4d5866"),
     "strong": ("#f2f6fc", "#0d1117"),
@@ -358,18 +363,18 @@ _BASE = {  # Textual's own variables
 }
 
 
-def meanings(*, dark: bool) -> dict[str, str]:
-    """Return the colour of each `ev-` stylesheet variable on a dark or light background."""
-    return {f"ev-{key}": colours[not dark] for key, colours in _MEANINGS.items()}
+def theme_variables(*, dark: bool) -> dict[str, str]:
+    """Return the `ev-` stylesheet variables, with their colours in a dark or a light theme."""
+    return {f"ev-{key}": colours[not dark] for key, colours in _TONE_COLOURS.items()}
 
 
 def _theme(name: str, *, dark: bool) -> Theme:
     base: dict[str, Any] = {key: colours[not dark] for key, colours in _BASE.items()}
-    return Theme(name, dark=dark, variables=meanings(dark=dark), **base)
+    return Theme(name, dark=dark, variables=theme_variables(dark=dark), **base)
 
 
 def _contrast_theme() -> Theme:
-    """Return the theme with high contrast: white on black, with brighter frames and labels."""
+    """Return the high-contrast theme: white on black, with brighter frames and labels."""
     bright = {
         "ev-dim": "#b8c0cc",
         "ev-title": "#d0d7e2",
@@ -382,7 +387,9 @@ def _contrast_theme() -> Theme:
     }
     base: dict[str, Any] = {key: colours[0] for key, colours in _BASE.items()}
     base |= {"foreground": "#ffffff", "background": "#000000", "surface": "#000000"}
-    return Theme("evener-contrast", dark=True, variables={**meanings(dark=True), **bright}, **base)
+    return Theme(
+        "evener-contrast", dark=True, variables={**theme_variables(dark=True), **bright}, **base
+    )
 
 
 DARK = _theme("evener-dark", dark=True)

@@ -49,14 +49,14 @@ _SERIALS = itertools.count(1)
 class SessionReported(Message):
     """Message: the session with the id `source` has reported an event.
 
-    By the id, late events of an earlier session are recognized and ignored.
+    The app ignores events with the id of an earlier session, because they arrived too late.
     """
 
     source: int
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """Return whether `message` is newer progress of the same probe than this message."""
+        """Return whether `message` is newer progress of the same probe and replaces it."""
         return (
             isinstance(message, SessionReported)
             and isinstance(message.event, ProbeProgress)
@@ -70,7 +70,7 @@ class SessionReported(Message):
 class SessionEnded(Message):
     """Message: the session with the id `source` has ended.
 
-    `fault` and `remedy` say why it failed; both are "" after success.
+    `fault` and `remedy` say why it failed, and what to do about it. Both are "" after success.
     """
 
     source: int
@@ -79,9 +79,9 @@ class SessionEnded(Message):
 
 
 class SessionThread:
-    """Run a search or a replay in a thread, and post its events as messages.
+    """Runs a search or a replay in a thread, and posts its events as messages.
 
-    `make` creates the session in that thread; `post` must be thread-safe.
+    `make` is called in that thread and creates the session. `post` must be thread-safe.
     """
 
     def __init__(self, make: Callable[[], EventThread], post: Post) -> None:
@@ -137,8 +137,8 @@ class SessionThread:
 def write_crash_log(error: BaseException) -> Path | None:
     """Write the traceback of `error` to a new file, and return its path.
 
-    The file is in the user's state directory, else in the temporary directory; None if neither can
-    be written.
+    The file is in the user's state directory, or in the temporary directory if that one can't be
+    written. Returns None if neither can be written.
     """
     import platformdirs
 
@@ -157,7 +157,7 @@ def write_crash_log(error: BaseException) -> Path | None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a private file; raise FileExistsError if it exists already."""
+    """Create a file that only the user can read; raise FileExistsError if it exists already."""
     # In a shared directory, an existing file could be another user's symbolic link.
     with open(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
@@ -179,22 +179,22 @@ class Sampled(Message):
         return isinstance(message, Sampled)
 
 
-def make_session(request: Request, **resumed: Any) -> EventThread:
-    """Create the session for a search or for a comparison of layouts.
+def make_session(request: Request, **resume_arguments: Any) -> EventThread:
+    """Create the session that runs a search or a comparison of layouts.
 
-    `resumed` holds the keyword arguments of `open_run` to resume an earlier run.
+    To resume an earlier run, pass the keyword arguments of `open_run` as `resume_arguments`.
     """
     from evener.balancer.families import FAMILIES
     from evener.balancer.jobs import make_comparison_job
     from evener.balancer.run import begin, open_run
     from evener.balancer.session import Session
 
-    if request.compare is not None and not resumed:
+    if request.compare is not None and not resume_arguments:
         families = request.compare.families
         return Session(
             begin(make_comparison_job(request, None if families == tuple(FAMILIES) else families))
         )
-    return Session(open_run(request, **resumed))
+    return Session(open_run(request, **resume_arguments))
 
 
 class PlainScrollBar(ScrollBarRender):
@@ -207,8 +207,8 @@ class PlainScrollBar(ScrollBarRender):
 class BaseApp(App[int]):
     """Base class of the app, with the state that screens and dialogs share.
 
-    The reactive attributes `snapshot` (last reading of the devices), `balance` (state of the search
-    or replay) and `start_fault` tell screens what has changed.
+    Screens watch three reactive attributes: `snapshot` (the last reading of the devices), `balance`
+    (the state of the search or replay) and `start_fault` (why a search couldn't start).
 
     - `publisher`: the sampler that reads the devices.
     - `devices`: the device specification of new searches, such as "auto".
@@ -266,8 +266,8 @@ class BaseApp(App[int]):
             self._session.close()
         self.publisher.close()
 
-    def shown(self, text: str) -> str:
-        """Return `text` with ASCII characters only if the app draws in ASCII."""
+    def to_drawable(self, text: str) -> str:
+        """Return `text`, converted to ASCII characters if the app draws only those."""
         return to_ascii(text) if self.ascii else text
 
     def on_sampled(self, message: Sampled) -> None:
@@ -288,9 +288,12 @@ class BaseApp(App[int]):
         if self.current_mode != "monitor":
             self.show_message(alert.text, severity="warning")
 
-    def keep(self, **changed: Any) -> None:
-        """Change settings by field name and save them; a failure to save is shown as a message."""
-        settings = msgspec.structs.replace(self.settings, **changed)
+    def change_settings(self, **changes: Any) -> None:
+        """Change the settings with these field names, and save them.
+
+        If they can't be saved, the error is shown as a message.
+        """
+        settings = msgspec.structs.replace(self.settings, **changes)
         if settings == self.settings:
             return
         self.settings = settings
@@ -299,7 +302,7 @@ class BaseApp(App[int]):
                 save_settings(self.settings_file, settings)
 
     def apply_settings(self) -> None:
-        """Apply the settings of the sampling interval and of alerts."""
+        """Apply the settings for the sampling interval and for alerts."""
         self.publisher.interval_seconds = self.settings.interval_seconds
         self.alert_watch.rules = self._alert_rules
 
@@ -312,19 +315,22 @@ class BaseApp(App[int]):
         self,
         request: Request,
         devices: tuple[Device, ...],
-        kept: Sequence[ObservationEntry] = (),
-        **resumed: Any,
+        measurements: Sequence[ObservationEntry] = (),
+        **resume_arguments: Any,
     ) -> None:
         """Start a search on `devices`, unless one is running or the app is read-only.
 
-        `kept` and `resumed` are the measurements and the `open_run` arguments of a run to resume.
+        To resume an earlier run, pass its `measurements`, and the keyword arguments of `open_run`
+        as `resume_arguments`.
         """
         if self.readonly:
             self.show_message("This app is read-only: it starts no search.", severity="warning")
         elif not self.searches:
-            state = first_state(devices, request.workload or "", kept=kept)
+            state = first_state(devices, request.workload or "", kept=measurements)
             self._before = self.balance
-            self._replace_session(lambda: self._session_maker(request, **resumed), state, devices)
+            self._replace_session(
+                lambda: self._session_maker(request, **resume_arguments), state, devices
+            )
 
     def replay(self, record: JournalContents, speed: float = 8.0) -> None:
         """Replay a recorded run, `speed` times as fast as it ran, unless a search is running."""
@@ -346,7 +352,7 @@ class BaseApp(App[int]):
         state: SessionState,
         devices: tuple[Device, ...] | None = None,
     ) -> None:
-        """Drop the current session and start another one; `devices` is None for a replay."""
+        """Forget the current session and start another one; `devices` is None for a replay."""
         self.forget_session()
         self._session = SessionThread(make, self.post_message)
         # a replay has no devices
@@ -375,13 +381,13 @@ class BaseApp(App[int]):
             self.balance = msgspec.structs.replace(self.balance, paused=paused)
 
     def stop_session(self) -> None:
-        """Ask the running session to stop; the best result so far is kept."""
+        """Ask the running session to stop. A search keeps its best result so far."""
         if self._session is not None and self.balance.active:
             self.balance = msgspec.structs.replace(self.balance, stopping=True, paused=False)
             self._session.stop()
 
     def on_session_reported(self, message: SessionReported) -> None:
-        """Advance the search state by an event of the current session."""
+        """Update the state of the search with an event of the current session."""
         if self._session is not None and message.source == self._session.source:
             self._before = None
             self.balance = advance(self.balance, message.event)
@@ -390,9 +396,9 @@ class BaseApp(App[int]):
             self._publish_loads()
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Store the session's result or error; show it as a message if it isn't on the screen.
+        """Store the result or error of the session, and show it as a message if no screen shows it.
 
-        A search that failed before its first event restores the state shown before.
+        If a search failed before its first event, the screen returns to what it showed before.
         """
         if self._session is None or message.source != self._session.source:
             return
@@ -426,7 +432,7 @@ class BaseApp(App[int]):
             self.show_message(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Give simulated devices the load of the running probes, so that the monitor shows it."""
+        """Pass the load of running probes to simulated devices, so that the monitor shows it."""
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:
             trains = running.phase in ("warming up", "measuring")
@@ -467,7 +473,7 @@ class BaseApp(App[int]):
         place = steps.index(self.publisher.interval_seconds) + direction
         seconds = steps[max(0, min(place, len(steps) - 1))]
         self.publisher.interval_seconds = seconds
-        self.keep(interval_seconds=seconds)
+        self.change_settings(interval_seconds=seconds)
 
     @contextmanager
     def showing_errors(self) -> Iterator[None]:

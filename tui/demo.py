@@ -26,7 +26,7 @@ COOL = "SIM:0 has cooled down: its rows come back. Now with your own model: even
 
 
 class DemoApp(EvenerApp):
-    """The app as a guided demo: a search and its result, a replay of it, then a training run."""
+    """The app as a guided demo, which shows a search, a replay of it, and a training run."""
 
     def __init__(self, **options: Any) -> None:
         self._cards = TrainingSource()
@@ -40,7 +40,7 @@ class DemoApp(EvenerApp):
         self.set_timer(FIRST_SECONDS, self._search)
 
     def closing_lines(self, width: int | None) -> list[str]:
-        """Return the line to print after the demo."""
+        """Return the line to print after the app has closed."""
         return ["Nothing was measured, and nothing was kept. With your own cards: evener"]
 
     def _search(self) -> None:
@@ -50,7 +50,7 @@ class DemoApp(EvenerApp):
         self.action_show("balance")
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Go on to the next part of the demo when the search or its replay has ended."""
+        """Continue with the next part of the demo when the search or its replay has ended."""
         finished = self.balance.finished
         if message.fault or finished is None:
             return

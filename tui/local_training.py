@@ -18,7 +18,7 @@ TAIL_BYTES = 64 << 10  # bytes at the end of the log that are read for its last 
 
 
 class LocalTraining:
-    """Start `evener` with `arguments` as a process of its own that outlives the app.
+    """A training run: `evener` with `arguments` as a separate process that outlives the app.
 
     Its output is appended to the file `log`. Raises RequestError if that file can't be written.
     """
@@ -61,7 +61,7 @@ class LocalTraining:
                 os.kill(self.pid, signal.SIGINT)
 
     def state_text(self) -> str:
-        """Return the process id, or how the process has ended."""
+        """Return the process id or, once the process has ended, how it ended."""
         code = self.exit_code
         if code is None:
             return f"process {self.pid}"
@@ -85,7 +85,7 @@ class LocalTraining:
         return rows[-lines:] if lines > 0 else []
 
     def closing_lines(self) -> tuple[str, ...]:
-        """Return the process's state and log and, while it runs, the command that stops it."""
+        """Return the process's state, its log and, while it runs, the command that stops it."""
         if not self.runs:
             return (f"{self.command}: {self.state_text()}; its log: {self.log}",)
         return (

@@ -77,16 +77,17 @@ OTHER_WORDS = {  # words that users may search for instead, by action
 
 
 def entry(key: str, words: str | Content, more: str = "") -> Content:
-    """Return the text of a palette entry: the key, the words and, dimmed, `more`."""
+    """Return the text of a palette entry: the key, `words`, and `more` in a dim colour."""
     return Content.assemble(
         (f"{key:>{KEY_CELLS}}  ", "$text-primary"), words, (f"  {more}" if more else "", "$ev-dim")
     )
 
 
 class OfferedKey(NamedTuple):
-    """A key binding that has an effect now.
+    """A key binding that has an effect at the moment.
 
-    `node` is the widget that owns it, and `title` the panel's title, "" for the screen's own keys.
+    `node` is the widget that owns it. `title` is the title of its panel, or "" for a key of the
+    screen itself.
     """
 
     node: DOMNode
@@ -100,7 +101,7 @@ class OfferedKey(NamedTuple):
 
 
 def offered_keys(screen: Widget) -> Iterator[OfferedKey]:
-    """Yield the key bindings of a screen and its panels that have an effect now."""
+    """Yield the key bindings of a screen and its panels that have an effect at the moment."""
     seen: set[tuple[str, str]] = set()
     nodes: list[DOMNode] = [screen]
     nodes += [each for each in screen.query("*") if each.can_focus and each.display]
@@ -128,7 +129,7 @@ def _has_effect(node: DOMNode, binding: Binding) -> bool:
 
 
 def _begins(query: str, words: str) -> bool:
-    """Return whether each word of the query begins one of `words`."""
+    """Return whether each word of the query is the beginning of one of `words`."""
     asked = query.lower().split()
     return bool(asked) and all(any(one.startswith(each) for one in words.split()) for each in asked)
 
@@ -146,9 +147,9 @@ class PaletteEntry(NamedTuple):
     """A key binding as the command palette lists it.
 
     - `words`: the panel's title and the description.
-    - `moves`: whether the key only moves within a list or screen; such keys are listed only if
-      the user searches for them.
-    - `other_words`: other words that users may search for.
+    - `moves`: whether the key only moves within a list or screen; such keys are listed only if the
+      user searches for them.
+    - `other_words`: synonyms that users may search for.
     """
 
     key: str
@@ -159,7 +160,7 @@ class PaletteEntry(NamedTuple):
 
 
 class KeysProvider(Provider):
-    """Palette provider: the key bindings that have an effect now."""
+    """Palette provider: the key bindings that have an effect at the moment."""
 
     def _entries(self) -> Iterator[PaletteEntry]:
         app = cast(BaseApp, self.app)
@@ -178,7 +179,7 @@ class KeysProvider(Provider):
                 yield KeyDiscovery(entry(each.key, each.words), each.command, text=each.words)
 
     async def search(self, query: str) -> Hits:
-        """Yield the key bindings whose description or other words match the query."""
+        """Yield the key bindings whose description or synonyms match the query."""
         matcher = self.matcher(query)
         for each in self._entries():
             score = matcher.match(each.words)
@@ -190,7 +191,7 @@ class KeysProvider(Provider):
 
 
 class AppProvider(Provider):
-    """Palette provider: the app's commands, with their keys."""
+    """Palette provider: the app's commands, and the keys that run them."""
 
     async def discover(self) -> Hits:
         """Yield all commands of the app."""
@@ -209,7 +210,7 @@ class AppProvider(Provider):
 
 
 async def _press(app: BaseApp, offered: OfferedKey) -> None:
-    """Run the action of a key binding, with its panel focused first."""
+    """Focus the panel of a key binding, and run its action."""
     node = offered.node
     if isinstance(node, Widget) and node.can_focus:
         node.focus()

@@ -49,10 +49,10 @@ def settings_path() -> Path:
 
 
 def load_settings(path: Path) -> tuple[Settings, str]:
-    """Read the settings file. Return the settings, and an error message or "".
+    """Read the settings file, and return the settings and an error message or "".
 
-    A missing, unreadable or invalid file gives the default settings; only a missing one is no
-    error.
+    If the file is missing, unreadable or invalid, returns the default settings. A missing file is
+    not an error.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A simulated training run for the demo, on two devices; the first one gets hot."""
+"""A simulated training run for the demo, on two devices, one of which gets hot."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ STEPS_SHOWN = 8  # number of last steps shown, each a copy of the newest
 class TrainingSource(SimulatedSource):
     """Simulated devices that can train by a plan, and report it as a real training run does.
 
-    In each period of 70 seconds, the first device is hot for 35 and loses 30 % of its speed, and
-    the rule of `evener run` moves rows to the other one. `clock` returns monotonic seconds.
+    In each period of 70 seconds, the first device is hot for 35 seconds and loses 30 % of its
+    speed. Rows then move to the other device, just as in `evener run`. `clock` returns monotonic
+    seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,14 +82,20 @@ class TrainingSource(SimulatedSource):
             snapshot, devices=devices, reports=reports, at_seconds=self._epoch + now
         )
 
-    def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
-        """Advance the simulated training run to the time `now`, and return its ranks' reports."""
+    def _train_until(
+        self, now: float, lost_speed: float, base_report: Training
+    ) -> tuple[Training, ...]:
+        """Advance the simulated training run to the time `now`, and return its ranks' reports.
+
+        - `lost_speed`: the fraction of its speed that the first device has lost to heat.
+        - `base_report`: a report without measurements, which these are added to.
+        """
         # New shares take effect at the next reading.
         rows = self._rule.shares
         own = [self.machine.device_seconds(place, share, True) for place, share in enumerate(rows)]
-        # `slowed` is the fraction of its speed that the first card has lost to heat
+        # `lost_speed` is the fraction of its speed that the first card has lost to heat
         own = [
-            random.gauss(work, NOISE * work) / (1 - slowed * (not place))
+            random.gauss(work, NOISE * work) / (1 - lost_speed * (not place))
             for place, work in enumerate(own)
         ]
         step_s = max(own) + self.machine.sync_seconds(range(len(own)))
@@ -97,7 +104,7 @@ class TrainingSource(SimulatedSource):
         step = round(self._steps)
         changes = tuple(self._changes[-3:])
         report = msgspec.structs.replace(
-            first,
+            base_report,
             step=step,
             step_s=step_s,
             updated_at=self._epoch + now,

@@ -1,7 +1,7 @@
-"""Start the full-screen app, and leave the terminal in order when it ends.
+"""Start the full-screen app, and restore the terminal when it ends.
 
-SIGHUP reaches only the terminal's own session. Without it, Textual blocks for good when the
-terminal is closed, so a thread watches the terminal.
+SIGHUP reaches only the processes in the terminal's own session. If the app isn't one of them and
+the terminal is closed, Textual blocks forever, so a thread watches the terminal.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def run_app(
 
     - `devices`: the devices to read and to search on, such as "auto".
     - `theme`: overrides the theme of the settings, unless None.
-    - `serving`: returns a context manager that serves the latest reading; active while the app
-      runs.
+    - `serving`: gets a function that returns the latest reading, and returns a context manager that
+      serves it; active while the app runs.
     - `options`: further arguments of `EvenerApp`.
 
     Raises RequestError or DeviceError, before anything is drawn, if the app isn't installed or the
@@ -96,7 +96,7 @@ def run_app(
 
 
 def _is_first_start(options: Mapping[str, Any]) -> bool:
-    """Return whether to show the welcome dialog: on a terminal, with no stored runs."""
+    """Return whether to show the welcome dialog, which needs a terminal and no stored runs."""
     from evener.balancer.store.runs import have_runs
 
     may_start = not options.get("readonly") and not options.get("replayed")
@@ -117,18 +117,18 @@ def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
 
 def draw_app(
     app: EvenerApp,
-    around: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008
+    context: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008
 ) -> int:
-    """Run `app` within the context manager `around`, and return the exit code.
+    """Run `app` within `context`, a context manager, and return the exit code.
 
     Prints the app's closing lines to the terminal. Returns 129 if the terminal was closed, and 70
-    after a crash, whose traceback is in a file.
+    after a crash, whose traceback is written to a file.
     """
     app.publisher.start()
     app.snapshot = app.publisher.latest()
     with watching_terminal(app.hang_up, app.close_threads):
         try:
-            with around, _drawing_on_the_terminal():
+            with context, _drawing_on_the_terminal():
                 result = app.run()
         finally:
             _end_threads(app)
@@ -169,7 +169,10 @@ def _end_threads(app: EvenerApp) -> None:
 
 @contextlib.contextmanager
 def _drawing_on_the_terminal() -> Iterator[None]:
-    """Context manager: draw on the terminal of standard output if standard error is redirected."""
+    """Context manager: if standard error is redirected, draw on the terminal of standard output.
+
+    Textual draws on standard error.
+    """
     before = sys.__stderr__
     if before is not None and before.isatty():
         yield
@@ -189,7 +192,7 @@ CODE = 129  # the exit code after SIGHUP
 
 @contextmanager
 def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Context manager: call `leave` as soon as the terminal hangs up.
+    """Context manager: call `leave` as soon as the terminal is closed.
 
     If the app hasn't ended two seconds later, calls `end` and exits the process with code 129.
     """

@@ -398,7 +398,7 @@ def test_a_reading_that_fails_is_stale_and_not_the_end(script: Any) -> None:
                 raise answer
             return answer
 
-    readings = islice(_snapshots(Failing(), 0.0, loops=True), 3)  # type: ignore[arg-type]
+    readings = islice(_snapshots(Failing(), 0.0, repeat=True), 3)  # type: ignore[arg-type]
     first, failed, last = (next(readings) for _ in range(3))
     assert first == last == whole
     assert failed.devices[0].power_watts.state is State.STALE

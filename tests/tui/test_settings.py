@@ -86,6 +86,6 @@ def test_the_linux_console_gets_signs_that_its_font_has(
     monkeypatch.setenv("TERM", "linux")
     app = app_of()
     assert app.ascii
-    assert app.shown("⣿ ±5 ▸").isascii()
+    assert app.to_drawable("⣿ ±5 ▸").isascii()
     monkeypatch.setenv("TERM", "xterm-256color")
     assert not app_of().ascii

@@ -99,7 +99,7 @@ def balance(
 def _read_budget(
     request: Request, budget: str | None, resume: str | None
 ) -> tuple[Request, float | None]:
-    """Parse `--budget`; return the request with it, and the seconds to add to a resumed run.
+    """Parse `--budget`, and return the request with it and the seconds to add to a resumed run.
 
     The seconds are None unless the budget extends a resumed run. Raises RequestError for `+5m`
     without a run to resume.
@@ -132,7 +132,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
 
 
 def _phase_printer() -> Callable[[ProbeProgress], None]:
-    """Return a progress callback that prints "building", "measuring" and so on, once each."""
+    """Return a progress callback that prints each new phase, such as "building" or "measuring"."""
     phases = set[str]()
 
     def report(progress: ProbeProgress) -> None:
@@ -205,14 +205,14 @@ def compare(
     return run_session(Session(run), show, export, as_json, more)
 
 
-def _resume_comparison(request: Request, resume: str, others: str | None) -> OpenRun:
+def _resume_comparison(request: Request, resume: str, fixed_option: str | None) -> OpenRun:
     """Open a stored comparison of layouts, to continue it.
 
-    Raises RequestError if the run is a plain search or if `others`, the option that chooses
-    layouts, is given.
+    `fixed_option` is the text of `--layouts` or `--try`, which a resumed comparison can't change.
+    Raises RequestError if it is given, or if the run is a search instead of a comparison.
     """
-    # `others` is an option that chooses layouts, which can't change any more
-    if others:
+    # `fixed_option` is an option that chooses layouts, which can't change any more
+    if fixed_option:
         raise RequestError(
             "A comparison goes on with the layouts that it began with.",
             "Leave --layouts and --try out, or start a new one.",

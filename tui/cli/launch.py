@@ -138,15 +138,18 @@ def launch(
         return code
 
 
-def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
+def _train(
+    job: HostJob, guard: GuardedTraining, name: str, announcement: str, max_restarts: int
+) -> int:
     """Run the processes of a job until all have ended, and return the exit code.
 
-    A script that exits with 0 but has never read the plan counts as an error.
+    Before that, prints `name` and `announcement`, which says where the job starts. A script that
+    exits with 0 but has never read the plan counts as an error.
     """
     from evener.launch.processes import named_output
     from evener.launch.restarts import run_job
 
-    print_notice(f"{name} {starts}")
+    print_notice(f"{name} {announcement}")
     began = time.monotonic()
     records = guard.folder / RECORDS_FOLDER
     records.mkdir()
@@ -166,14 +169,15 @@ def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_res
 def _print_summary(
     job: HostJob,
     guard: GuardedTraining,
-    before: ProcessUse,
+    use_before: ProcessUse,
     code: int,
     as_json: bool,
-    notes: Sequence[RankNote] = (),
+    rank_notes: Sequence[RankNote] = (),
 ) -> None:
-    """Save and print a summary of the training run.
+    """Save and print a summary of the training run, unless its processes left no records.
 
-    Without records of its processes, do nothing.
+    - `use_before`: the CPU use of all processes when the training run began.
+    - `rank_notes`: what the ranks of `evener run` noted; their shares change while they train.
     """
     end: End = "failed" if code else "finished"
     if code > SIGNALLED:
@@ -185,10 +189,10 @@ def _print_summary(
     processes = max((record.world for record in records), default=0)
     if job.executable and processes < len(job.plan.layout.active):
         planned = 0.0  # the program has trained on fewer devices than the plan is for
-    # `before` is the CPU use when the training began
-    competitors = name_competitors(before, read_process_use(), os.getpid(), 0.0)
-    # `notes` come from `evener run`, whose shares change while it trains
-    first = compare_shares(notes)
+    # `use_before` is the CPU use when the training began
+    competitors = name_competitors(use_before, read_process_use(), os.getpid(), 0.0)
+    # `rank_notes` come from `evener run`, whose shares change while it trains
+    first = compare_shares(rank_notes)
     summary = summarize_training(records, guard.run, end, labels, planned, competitors, first)
     if summary is None:
         return
@@ -318,7 +322,7 @@ def _write_start(job: HostJob) -> str:
 
 
 def _check_several(plan: Plan) -> None:
-    """Raise RequestError unless the plan uses at least two devices."""
+    """Raise RequestError if the plan uses only one device."""
     # The noise scale is computed from differences between the gradients of several devices.
     if len(plan.layout.active) == 1:
         raise RequestError(

@@ -77,8 +77,8 @@ def _as_json(device: Device) -> dict[str, Any]:
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
     """Check this machine, or the Ray cluster if `devices` names hosts.
 
-    Returns the checks and a text that names the devices. Raises RequestError or DeviceError if the
-    devices are unavailable.
+    Returns the checks, and the names of the devices as text. Raises RequestError or DeviceError if
+    the devices are unavailable.
     """
     if parse_request(devices)[0].host is None:
         found = discover(devices)  # unavailable devices raise an error of their own
@@ -89,7 +89,7 @@ def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
 def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
     """Measure an all-reduce between the devices, and return the checks and the measurements.
 
-    Raises RequestError for devices of several hosts and for simulated ones.
+    Raises RequestError if the devices are on several hosts or simulated.
     """
     if parse_request(devices)[0].host is not None:
         raise RequestError(
@@ -115,7 +115,7 @@ def _name_devices(devices: Sequence[Device]) -> str:
 
 
 def _conclude(checks: Sequence[Check], devices: str) -> str:
-    """Summarize the checks in one sentence: ready, or what is missing."""
+    """Summarize the checks in one sentence, which says "ready" or what is missing."""
     broken = [check.name for check in checks if check.level == "problem"]
     if broken and set(broken) == FRAMEWORKS:
         return (

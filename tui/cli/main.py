@@ -116,7 +116,7 @@ def start(
 
 
 def _refuse_misplaced(context: typer.Context, command: str) -> None:
-    """Raise RequestError for an app option given before a subcommand, which would ignore it."""
+    """Raise RequestError if an app option precedes a subcommand, which would ignore it."""
     # the command would silently ignore it
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
@@ -152,7 +152,7 @@ def show_help(
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line and return the exit code, with protected standard streams."""
+    """Protect the standard streams, run the command line, and return the exit code."""
     guard_streams()
     code = run(arguments)
     # everything is done, so a key pressed twice must not change the exit code
@@ -161,9 +161,10 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line and return the exit code: errors are printed, not raised.
+    """Run the command line and return the exit code; errors are printed, not raised.
 
-    With `--json`, an error is printed as a JSON object. A bug in evener still raises.
+    With `--json`, an error is printed as a JSON object. Exceptions that are bugs in evener are
+    still raised.
     """
     of_script = arguments[:1] in (["launch"], ["run"])  # most arguments belong to the script
     as_json = "--json" in arguments and not of_script
@@ -194,7 +195,7 @@ def run(arguments: list[str]) -> int:
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """Repeat the flag before each value of options that take lists, as Typer expects.
+    """Repeat the flag before each value of an option that takes a list, as Typer expects.
 
     `--batches 820 568` and `--batches 820,568` both become `--batches 820 --batches 568`.
     """

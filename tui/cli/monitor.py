@@ -99,7 +99,7 @@ def monitor(
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(_open(devices, only_visible, ray_address)))
         stack.enter_context(serving(lambda: newest[0] if newest else None))
-        for snapshot in _snapshots(source, pause, loops=loops):
+        for snapshot in _snapshots(source, pause, repeat=loops):
             newest.append(snapshot)
             if as_json:
                 print(json_text(snapshot_document(snapshot)), flush=True)
@@ -108,7 +108,7 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return a function that starts the metrics server; without `address`, it does nothing.
+    """Return a function that starts the metrics server, or that does nothing if `address` is None.
 
     Raises RequestError if the options contradict each other or the address is invalid.
     """
@@ -146,11 +146,11 @@ def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
     return open_source(discover(devices, only_visible=only_visible, ray_address=ray_address))
 
 
-def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
-    """Yield readings of the devices every `pause` seconds, or a single one unless `loops`.
+def _snapshots(source: Source, pause: float, *, repeat: bool) -> Iterator[Snapshot]:
+    """Yield a reading of the devices every `pause` seconds, or a single one if `repeat` is False.
 
     If a later reading fails, the last one is yielded again, marked as stale. Raises DeviceError if
-    the first reading fails, or any reading unless `loops`.
+    the first reading fails or, without `repeat`, the single one.
     """
     # The devices are read once before the first snapshot, so that every snapshot has rates.
     from evener.devices.sampler import stale
@@ -163,12 +163,12 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
             read_at = time.monotonic()
             reading = last
         except OSError as error:
-            if not loops:
+            if not repeat:
                 raise _unreadable(error) from None
             # the last snapshot again, marked as stale
             reading = stale(last, time.monotonic() - read_at, error.strerror or str(error))
         yield reading
-        if not loops:
+        if not repeat:
             return
         due = max(due + pause, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
@@ -197,7 +197,7 @@ def _unreadable(error: OSError) -> DeviceError:
 
 
 def draw_reading(snapshot: Snapshot, ascii_only: bool) -> str:
-    """Format a reading for standard output: coloured on a terminal, unless NO_COLOR is set."""
+    """Format a reading for standard output, in colour on a terminal unless NO_COLOR is set."""
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((132, 24)).columns
     text = snapshot_text(snapshot, max(80, width), colour=colour)
@@ -274,7 +274,7 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 
 
 def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """Yield a table of the training runs, then details of each one that has several ranks."""
+    """Yield a table of the training runs, then the details of each run that has several ranks."""
     # A training with a single process and no id is only listed in the table, which already shows
     # all of its values.
     rows = _join(snapshot)
@@ -302,12 +302,16 @@ def _drawn(line: Line) -> str:
     return "".join(drawn)
 
 
-def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
+def show_in_browser(
+    devices: str, readonly: bool, port: int, app_options: Mapping[str, object]
+) -> int:
     """Serve the app to browsers on this machine, and return the exit code.
 
-    `port` 0 takes a free port. `look` maps options of `evener monitor` to their values; options
-    with False, None or "" are left out. Raises RequestError or DeviceError before serving if the
-    devices are unavailable.
+    - `port`: 0 takes any free port.
+    - `app_options`: options of `evener monitor` with their values. Options with False, None or ""
+      are left out.
+
+    Raises RequestError or DeviceError before serving if the devices are unavailable.
     """
     from evener.devices.sampler import open_sampler
 
@@ -316,7 +320,7 @@ def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, 
     publisher, _ = open_sampler(devices)
     publisher.close()
     options = []
-    for name, value in {**look, "--readonly": readonly}.items():
+    for name, value in {**app_options, "--readonly": readonly}.items():
         if value is True:
             options.append(name)
         elif value:

@@ -93,14 +93,14 @@ RunName = Annotated[
 
 
 def _group_of(name: str) -> Callable[..., Any]:
-    """Return the constructor of options in the `--help` group of a request field."""
+    """Return the function that declares an option in the `--help` group of this request field."""
     if name in TRAINING:
         return WHAT
     return BATCH if name in BATCHES else LENGTH
 
 
 def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., None]]:
-    """Decorator: give a command one option for each named field of `Request`.
+    """Decorator: add an option to a command for each of these fields of `Request`.
 
     The command gets the parsed request as its first argument, and returns its exit code. Raises
     RequestError for values that are not valid.
@@ -134,6 +134,9 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
 
 def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
-    """Return the sort key of an option in `--help`: by group, with the seed and pace last in it."""
+    """Return the sort key of an option in `--help`.
+
+    Options are sorted by group, and `--seed` and `--pace` come last in theirs.
+    """
     (option,) = parameter.annotation.__metadata__
     return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")

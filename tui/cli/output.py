@@ -1,7 +1,7 @@
 """Standard streams that survive a closed pipe, error messages, and checks of output files.
 
-A command goes on without standard error. If standard output fails, writing raises ReaderGoneError
-or OutputError, which ends the command.
+If standard error can't be written, a command continues without it. If standard output can't be
+written, ReaderGoneError or OutputError is raised and ends the command.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class OutputError(RequestError):
 
 
 class _GuardedFile(io.FileIO):
-    """Standard stream that ignores failed writes. If `raises`, the first failure does raise."""
+    """A standard stream that ignores failed writes.
+
+    If `raises` is set, the first failed write raises an error, and only later ones are ignored.
+    """
 
     def __init__(self, descriptor: int, raises: bool) -> None:
         # if `raises`, the first failed write raises ReaderGoneError or OutputError
@@ -44,7 +47,7 @@ class _GuardedFile(io.FileIO):
     def write(self, data: object) -> int:
         """Write `data` and return its size in bytes, even if the write fails.
 
-        Raises ReaderGoneError or OutputError at the first failure, if `raises` was set.
+        The first failure raises ReaderGoneError or OutputError if `raises` was set.
         """
         size = memoryview(data).nbytes  # type: ignore[arg-type]  # a buffer, as everywhere in io
         try:
@@ -117,7 +120,10 @@ def _guarded(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
 
 
 def report_fault(fault: EvenerError, as_json: bool) -> int:
-    """Print an error, to standard output as JSON or to standard error, and return its exit code."""
+    """Print an error, and return its exit code.
+
+    The error goes to standard output as JSON, or to standard error as text.
+    """
     if as_json:
         error = {"kind": fault.kind, "message": fault.message, "remedy": fault.remedy}
         print(json_text({"error": error}), flush=True)
@@ -158,7 +164,7 @@ def check_export(path: Path | None) -> None:
 
 
 def check_new(path: Path, force: bool) -> None:
-    """Raise RequestError if `path` exists, unless `force`."""
+    """Raise RequestError if `path` exists and `force` isn't set."""
     if not force and path.exists():
         raise RequestError(
             f"{path} exists already.", "Add --force to replace it, or name another file."

@@ -119,7 +119,7 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """Return the device specification, and which of its devices `--gpus` chooses, by position.
+    """Return the device specification, and the positions of the devices that `--gpus` chooses.
 
     The positions are None without `--gpus`. Raises RequestError for indices that are repeated or
     aren't whole numbers.
@@ -160,14 +160,14 @@ def _print_run(
 def _write_doubts(
     doubts: Sequence[MeasurementDoubt], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
-    """Return the warnings about a measurement, one sentence each."""
+    """Return the warnings about a measurement as sentences."""
     on_gpus = any(not device.on_cpu for device in devices)
     longer = "more --steps" if length.steps else "a longer --seconds"
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]
 
 
 def _make_table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -> Table:
-    """Return the table of all runs, with a column group for energy if it was measured."""
+    """Return the table of all runs, with columns for energy if it was measured."""
     note = "±: half of the 95 % interval."
     if len(layout.active) > 1:
         how = (
@@ -222,7 +222,10 @@ def _table_rows(
 def _measurement_cells(
     speed: float | None, error: str, memory: int | None, power: Power | None, energy: bool
 ) -> tuple[str, ...]:
-    """Return the table cells for speed, its error, memory (bytes) and, if `energy`, power."""
+    """Return the table cells for a speed in samples/s, its error, and the memory in bytes.
+
+    If `energy` is set, cells for samples per joule and power follow.
+    """
     shown = "-" if speed is None else rate(speed)
     held = "-" if memory is None else size(memory)
     if not energy:

@@ -176,7 +176,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _list_devices(summary: RunSummary) -> str:
-    """List the devices of a run briefly."""
+    """Return a short list of a run's devices."""
     # A training's devices are given by their product names, each with its count.
     if summary.kind == "training":
         return plain(brief_devices(summary.devices), _WIDEST_TEXT)
@@ -185,7 +185,7 @@ def _list_devices(summary: RunSummary) -> str:
 
 
 def _write_trained(trained: Trained) -> str:
-    """Return the cell with the speed of the last training run and the number of runs."""
+    """Return the table cell with the speed of the last training run by a plan, and their number."""
     return f"{rate(trained.samples_per_second)} ({trained.trainings} x)"
 
 
@@ -319,10 +319,10 @@ def delete_runs(
     _delete(list(dict.fromkeys(map(store.find_any, run_ids))), yes)
 
 
-def _delete(found: Sequence[str], yes: bool) -> None:
-    """Delete runs, after asking for confirmation unless `yes`.
+def _delete(run_ids: Sequence[str], yes: bool) -> None:
+    """Delete runs, after asking for confirmation unless `yes` is set.
 
-    Raises RequestError without `yes` if standard input isn't a terminal.
+    Raises RequestError if it can't ask because standard input isn't a terminal.
     """
     if not yes:
         if not sys.stdin.isatty():
@@ -330,14 +330,14 @@ def _delete(found: Sequence[str], yes: bool) -> None:
                 "Deleting runs needs a confirmation.", "Add --yes, or answer on a terminal."
             )
         what = (
-            ", ".join(found)
-            if len(found) <= 5
-            else f"{len(found)} runs, from {found[-1]} to {found[0]}"
+            ", ".join(run_ids)
+            if len(run_ids) <= 5
+            else f"{len(run_ids)} runs, from {run_ids[-1]} to {run_ids[0]}"
         )
         if input(f"Delete {what}? [y/N] ").strip().lower() not in ("y", "yes"):
             print("evener: nothing deleted", file=sys.stderr)
             return
-    for name in found:
+    for name in run_ids:
         store.delete_run(name)
         print_notice(f"deleted {name}")
 

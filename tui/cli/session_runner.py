@@ -1,4 +1,4 @@
-"""Run a search on the command line: live progress, signals, and the result."""
+"""Run a search for a command: show its progress, handle signals, and print the result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class _Progress:
         self.drawn = False  # True while there are live lines on a terminal
 
     def show_message(self, text: str) -> None:
-        """Show a message below the live lines, or on standard error without them. Signal-safe."""
+        """Show a message below the live lines, or on standard error if there are none.
+
+        It may be called in a signal handler.
+        """
         if self.drawn:
             self.messages.append(text)
         else:
@@ -57,7 +60,9 @@ def run_session(
     show: Callable[[Session, Finished, Sequence[str], Sequence[str]], None],
     export: Path | None,
     as_json: bool,
-    more: Callable[[Session, Finished, Sequence[str]], Mapping[str, object]] = lambda *_: {},
+    extra_fields: Callable[
+        [Session, Finished, Sequence[str]], Mapping[str, object]
+    ] = lambda *_: {},
 ) -> int:
     """Run a search to its end, write its plan, print the result, and return the exit code.
 
@@ -67,15 +72,18 @@ def run_session(
     - `show`: prints the result; gets the session, its last event, the device labels, and the
       commands to run next.
     - `export`: where to write the plan; None doesn't write it.
-    - `more`: returns further fields of the JSON document.
+    - `extra_fields`: returns further fields of the JSON document; gets the session, its last event,
+      and the device labels.
 
     Raises NoLayoutError if nothing could be measured.
     """
     progress = _Progress()
-    words = "stopping; the best result so far is kept"
+    first_message = "stopping; the best result so far is kept"
     lost = "the plan is not written; " if export else ""
-    at_once = f"ended at once; {lost}to go on: evener balance --resume {session.run_id}"
-    with stopped_by_signals(session.stop, words, at_once, progress.show_message) as caught:
+    second_message = f"ended at once; {lost}to go on: evener balance --resume {session.run_id}"
+    with stopped_by_signals(
+        session.stop, first_message, second_message, progress.show_message
+    ) as caught:
         try:
             finished, unwritten = _run_to_its_end(session, progress, as_json)
         except NoLayoutError as fault:
@@ -92,7 +100,7 @@ def run_session(
         steps = write_next_steps(session.run_id, finished, path, measured)
         try:
             if as_json:
-                found = more(session, finished, labels)
+                found = extra_fields(session, finished, labels)
                 print(json_text(result_json(session.run_id, finished, steps, found)), flush=True)
             else:
                 show(session, finished, labels, steps)
@@ -111,7 +119,7 @@ def _run_to_its_end(
 ) -> tuple[Finished, UnwrittenError | None]:
     """Run the session, close it, and return the event with its result.
 
-    If the search has a result but its journal couldn't be completed, that error is returned too.
+    If there is a result but the journal couldn't be completed, returns that error too.
     """
     try:
         return _show_progress(session, progress, as_json), None
@@ -124,17 +132,20 @@ def _run_to_its_end(
 
 
 def result_json(
-    run: str, finished: Finished, steps: Sequence[str], more: Mapping[str, object]
+    run: str, finished: Finished, next_commands: Sequence[str], extra_fields: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the JSON document of a finished search."""
+    """Return the JSON document of a finished search, with some `extra_fields`.
+
+    `next_commands` are the commands that the user can run next.
+    """
     return {
         "run": run,
         "verdict": finished.found,
         "text": finished.verdict.split("\n"),
         "interrupted": finished.interrupted,
-        **more,
+        **extra_fields,
         **msgspec.to_builtins(finished.plan),
-        "next": steps,
+        "next": next_commands,
     }
 
 
@@ -147,17 +158,17 @@ def _write_error(text: str) -> None:
 @contextlib.contextmanager
 def stopped_by_signals(
     stop: Callable[[], None],
-    words: str,
-    at_once: str = "ended at once",
+    first_message: str,
+    second_message: str = "ended at once",
     show: Callable[[str], None] = _write_error,
 ) -> Iterator[list[int]]:
     """Context manager: the first Ctrl-C, SIGTERM or SIGHUP calls `stop`.
 
-    A second signal, more than a second later, raises KeyboardInterrupt. Yields a list that gets the
-    exit code of the first signal: 128 plus its number.
+    A second signal, more than a second later, raises KeyboardInterrupt. Yields a list to which the
+    exit code of the first signal is added, 128 plus its number.
 
-    - `words`: message at the first signal.
-    - `at_once`: message at the second signal.
+    - `first_message`: what to show at the first signal.
+    - `second_message`: what to show at the second signal.
     - `show`: shows a message; called in a signal handler.
     """
     caught: list[int] = []
@@ -167,12 +178,12 @@ def stopped_by_signals(
         nonlocal first_at
         if caught:
             if time.monotonic() - first_at > PRESSED_TWICE_SECONDS:
-                show(at_once)
+                show(second_message)
                 raise KeyboardInterrupt
             return
         first_at = time.monotonic()
         caught.append(128 + number)
-        show(words)
+        show(first_message)
         stop()
 
     with handled_signals(handle):
@@ -223,7 +234,7 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
 
 
 def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return the lines of a search in progress: its devices, the best layouts, and its state."""
+    """Return the lines about a search in progress: its devices, the best layouts, and its state."""
     lanes = whole_table(SEARCH_DEVICES, search_device_rows(state)[:MOST_DEVICES], width)
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))
 

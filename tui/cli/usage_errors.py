@@ -1,4 +1,4 @@
-"""Explain the command line parser's errors in evener's own words."""
+"""Replace the error messages of the command line parser by evener's own."""
 
 from __future__ import annotations
 
@@ -18,49 +18,54 @@ _NO_COMMAND = re.compile(r"^No such command '(?P<given>.*?)'\.", re.DOTALL)
 
 
 def usage_fault(error: Exception, command: str) -> EvenerError | None:
-    """Return evener's error for a usage error of `command`, or None for any other exception."""
+    """Convert a usage error of `command` to an EvenerError; return None for other exceptions."""
     describe = getattr(error, "format_message", None)
     if describe is None:
         return None
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else command
-    look = f"See {command} --help."
+    help_hint = f"See {command} --help."
     message = str(getattr(error, "message", "") or "")
-    explained = _explain_missing(error, command, look) or _explain_unknown(error, command, look)
-    explained = explained or _explain_value(error, message, look)
+    explained = _explain_missing(error, command, help_hint) or _explain_unknown(
+        error, command, help_hint
+    )
+    explained = explained or _explain_value(error, message, help_hint)
     if explained is not None:
         return explained
     extra = _EXTRA.match(message)
     if extra is not None:
         given = plain(extra["given"], MOST_SHOWN)
-        return RequestError(f"{command} has no use for {given!r}.", look)
+        return RequestError(f"{command} has no use for {given!r}.", help_hint)
     text = str(describe()).strip()
-    return RequestError(text if text.endswith((".", "?")) else f"{text}.", look)
+    return RequestError(text if text.endswith((".", "?")) else f"{text}.", help_hint)
 
 
-def _explain_missing(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for a missing argument or value, or for a value that a flag can't take.
+def _explain_missing(error: Exception, command: str, help_hint: str) -> RequestError | None:
+    """Return an error if an argument or value is missing, or a flag was given a value.
 
-    Returns None for any other error.
+    Returns None for any other error. `help_hint` says which `--help` to read.
     """
     kind = type(error).__name__
     parameter = getattr(error, "param", None)
     if kind == "MissingParameter" and parameter is not None:
-        return RequestError(f"{command} needs {_name(parameter)}.", look)
+        return RequestError(f"{command} needs {_name(parameter)}.", help_hint)
     option = getattr(error, "option_name", None)
     if kind != "BadOptionUsage" or option is None:
         return None
     if "does not take a value" in str(getattr(error, "message", "")):
         return RequestError(f"{option} takes no value.", f"Write {option} alone.")
-    return RequestError(f"{option} needs a value.", look)
+    return RequestError(f"{option} needs a value.", help_hint)
 
 
-def _explain_unknown(error: Exception, command: str, look: str) -> RequestError | None:
-    """Explain an unknown option or command, with similar names if there are any."""
+def _explain_unknown(error: Exception, command: str, help_hint: str) -> RequestError | None:
+    """Return an error for an unknown option or command, which suggests similar names.
+
+    Returns None for any other error. `help_hint` says which `--help` to read.
+    """
     if type(error).__name__ == "NoSuchOption":
         option = plain(str(getattr(error, "option_name", "")), MOST_SHOWN)
         alike = sorted(getattr(error, "possibilities", None) or ())
-        remedy = f"Did you mean {_either(alike)}?" if alike else look
+        remedy = f"Did you mean {_either(alike)}?" if alike else help_hint
         return RequestError(f"{command} has no option {option}.", remedy)
     message = str(getattr(error, "message", "") or "")
     unknown = _NO_COMMAND.match(message)
@@ -74,15 +79,18 @@ def _explain_unknown(error: Exception, command: str, look: str) -> RequestError 
     return RequestError(f"{command} has no command {given}.", remedy)
 
 
-def _explain_value(error: Exception, message: str, look: str) -> RequestError | None:
-    """Return the error for a value that the option's type doesn't accept, or None."""
+def _explain_value(error: Exception, message: str, help_hint: str) -> RequestError | None:
+    """Return an error for a value that the option's type doesn't accept.
+
+    Returns None for any other error. `help_hint` says which `--help` to read.
+    """
     parameter = getattr(error, "param", None)
     refused = _REFUSED.match(message)
     if parameter is None or refused is None:
         return None
     given = plain(refused["given"], MOST_SHOWN)
     wanted = _describe_type(parameter.type)
-    remedy = f"Give {wanted}." if wanted else look
+    remedy = f"Give {wanted}." if wanted else help_hint
     return RequestError(f"{_name(parameter)} {given} can't be used.", remedy)
 
 
@@ -110,5 +118,5 @@ def _describe_type(kind: Any) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    """Join words by commas and "or"."""
+    """Join words with commas and "or"."""
     return join_words(words, "or")

@@ -26,7 +26,7 @@ NOT_IN_REPLAYS = ("stop", "go_on", "report")
 
 
 class BalanceScreen(RunActions, PanelScreen):
-    """The Balance screen: shows the form, or the running search, replay or result."""
+    """The Balance screen, which shows the form for a search, or a search, replay or result."""
 
     NAME = "balance"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -48,7 +48,7 @@ class BalanceScreen(RunActions, PanelScreen):
         return self.evener.balance.run
 
     def panels(self) -> Iterable[Widget]:
-        """Yield the form and the view of a search; one of them is visible at a time."""
+        """Yield the form and the view of a search, only one of which is visible at a time."""
         with ContentSwitcher(initial="setup", id="switch"):
             yield BalanceForm(id="setup")
             yield BalanceView(self.result_keys)
@@ -62,7 +62,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.query_one("#pick-workload", Ticks).focus()
 
     def result_keys(self) -> list[KeyHint]:
-        """Return the keys that the result panel shows: those whose action is possible now."""
+        """Return the keys that the result panel shows, which are those whose action is possible."""
         keys = [
             KeyHint("e", "write the plan"),
             KeyHint("g", "train by it here"),

@@ -109,7 +109,7 @@ def field_label(name: str) -> str:
 
 
 def to_form_terms(text: str) -> tuple[str, str]:
-    """Reword an error message for the form: labels instead of command-line options.
+    """Reword an error message for the form, with labels of fields instead of command-line options.
 
     Also returns the field of the first option in the message, or "" if it names none.
     """
@@ -127,7 +127,7 @@ class Model(NamedTuple):
     - `name`: the workload, or "" for the entry that asks the user for a file.
     - `label`: how the list shows the name.
     - `note`: the text beside it.
-    - `own`: False for evener's built-in models.
+    - `own`: whether it is the user's own model; False for evener's built-in ones.
     """
 
     name: str
@@ -137,10 +137,10 @@ class Model(NamedTuple):
 
 
 def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> list[Model]:
-    """Return the models to choose from: the user's own, then the built-in ones.
+    """Return the models to choose from, first the user's own, then the built-in ones.
 
     - `found`: functions found in the current folder, as file.py:function.
-    - `last`: the last search for a model of the user's own, whose model is listed first.
+    - `last`: the last search for one of the user's own models, which is listed first.
     - `now`: the current time in Unix seconds.
     """
     models: list[Model] = []
@@ -173,7 +173,7 @@ def _short_path(workload: str) -> str:
 
 
 def _last_balanced_text(last: RunSummary, now: float) -> str:
-    """Describe the last search: how many days ago, and its samples/s."""
+    """Describe the last search of a model by its age in days and its samples/s."""
     made = time.strptime(last.created.removesuffix("Z"), "%Y-%m-%dT%H:%M:%S")
     days = max(0.0, now - _utc_seconds(made)) / 86400
     ago = "today" if days < 1 else f"{days:.0f} day{'s' * (days >= 1.5)} ago"
@@ -198,7 +198,7 @@ def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
 
 
 class BalanceForm(UsesApp, Vertical):
-    """A form with the options of a search, hints, and buttons to start it or to try a dry run."""
+    """The form with the options of a search, hints, and buttons for the search and a dry run."""
 
     can_focus = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -214,7 +214,7 @@ class BalanceForm(UsesApp, Vertical):
         self._user_chose_model = False  # whether the user has chosen the model
 
     def compose(self) -> ComposeResult:
-        """Yield the fields, a line for hints and errors, the buttons, and a text about searches."""
+        """Yield the fields, a line for hints and errors, the buttons, and an explanation."""
         with VerticalScroll(id="fields", can_focus=False, classes="panel") as fields:
             fields.border_title = "Balance a model"
             yield self._row("pick-workload", Ticks(id="pick-workload", title="", single=True))
@@ -279,7 +279,7 @@ class BalanceForm(UsesApp, Vertical):
         self.show_rows()
 
     async def find_own_models(self) -> None:
-        """List the user's own models: from the last search, and found in the current folder."""
+        """List the user's own models, from the last search and from files in the current folder."""
         found = await asyncio.to_thread(find_models, Path.cwd())
         last = await asyncio.to_thread(_read_last_own)
         self._offer_models(found, last)
@@ -335,7 +335,7 @@ class BalanceForm(UsesApp, Vertical):
         return find_objective(self.query_one("#objective", OneOf).value).trades_speed
 
     def redraw(self) -> None:
-        """Divide the height between the lists; explain how a search works if there is room."""
+        """Divide the height between the lists, and explain how a search works if there is room."""
         height = self.size.height - HINT_ROWS - 1
         bare = self.screen.has_class("-bare")
         frame = 0 if bare else 2
@@ -391,7 +391,7 @@ class BalanceForm(UsesApp, Vertical):
         self.screen.focus_next()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is possible: a read-only app starts nothing."""
+        """Return whether an action is possible. A read-only app starts no searches and dry runs."""
         return action not in ("send", "try") or not self.evener.readonly
 
     def action_more(self) -> None:
@@ -412,9 +412,9 @@ class BalanceForm(UsesApp, Vertical):
         if read is not None:
             self.app.push_screen(DryRunDialog(read[0]), self._after_dry_run)
 
-    def _after_dry_run(self, starts: bool | None) -> None:
-        """Start the search if the user has chosen to, after the dry run."""
-        if starts:
+    def _after_dry_run(self, start_search: bool | None) -> None:
+        """Start the search if the user chose that at the end of the dry run."""
+        if start_search:
             self.action_send()
 
     def _read_or_complain(self) -> tuple[Request, tuple[Device, ...]] | None:
@@ -427,9 +427,9 @@ class BalanceForm(UsesApp, Vertical):
         return read
 
     def complain(self, text: str) -> None:
-        """Show an error and focus the field at fault; "" removes the error."""
+        """Show an error and focus the field that caused it; "" removes the error."""
         self._complaint, named = to_form_terms(text)
-        wrong = self._find_wrong(text, named)
+        wrong = self._find_field_at_fault(text, named)
         if text and self.query_one(f"#row-{wrong}").has_class("-more"):
             self._show_more()
         for row in self.query(".field"):
@@ -443,15 +443,20 @@ class BalanceForm(UsesApp, Vertical):
         self._explain()
         self.call_after_refresh(self.redraw)
 
-    def _find_wrong(self, text: str, named: str) -> str:
-        """Return the id of the form field that an error message is about."""
+    def _find_field_at_fault(self, text: str, option_field: str) -> str:
+        """Return the id of the form field that an error message is about.
+
+        `option_field` is the field of the option that the message names, or "". If it names none,
+        the error is about the model if the message contains its file, and otherwise about the
+        devices.
+        """
         # Without an option, the model is at fault if the message mentions its file, else the
         # devices.
-        # `named` is the field of the option in the message, or ""
-        if named == "own" and self.model.name:
+        # `option_field` is the field of the option in the message, or ""
+        if option_field == "own" and self.model.name:
             return "pick-workload"
-        if named and self.query(f"#{named}"):
-            return named
+        if option_field and self.query(f"#{option_field}"):
+            return option_field
         file = (self.model.name or self.query_one("#own", Input).value).rpartition(":")[0]
         if file and file in text:
             return "pick-workload" if self.model.name else "own"
@@ -465,7 +470,7 @@ class BalanceForm(UsesApp, Vertical):
     @on(ListPanel.Moved)
     @on(Ticks.Ticked)
     def _chosen(self) -> None:
-        """Show the further fields that a newly chosen model or device needs."""
+        """Show the fields that a newly chosen model or device needs."""
         focused = self.screen.focused
         if focused is not None and focused.id == "pick-workload":
             self._user_chose_model = True
@@ -473,7 +478,7 @@ class BalanceForm(UsesApp, Vertical):
 
     @on(DescendantFocus)
     def _explain(self) -> None:
-        """Show the error, else a hint about the focused field."""
+        """Show the error or, if there is none, a hint about the focused field."""
         problem, field = self.query_one("#problem", Lines), self.screen.focused
         room = problem.size.width or self.app.size.width  # 0 before the first layout
         if self._complaint:
@@ -519,7 +524,7 @@ class BalanceForm(UsesApp, Vertical):
 
 
 def _read_last_own() -> RunSummary | None:
-    """Return the last search for a model of the user's own, or None if runs can't be read."""
+    """Return the last search for one of the user's own models, or None if runs can't be read."""
     try:
         return find_last_own(runs.list_runs())
     except EvenerError:

@@ -55,7 +55,7 @@ class PanelScreen(UsesApp, Screen[None]):
         raise NotImplementedError
 
     def fit_frames(self) -> int:
-        """Hide panel frames in a small terminal; return the lines that a frame takes, 0 or 2.
+        """Hide panel frames in a small terminal, and return how many lines a frame takes: 0 or 2.
 
         Sets the class `-bare` below 100 columns or 30 lines, and `-narrow` below 100 columns.
         """
@@ -72,7 +72,7 @@ class PanelScreen(UsesApp, Screen[None]):
     def open_details(
         self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False
     ) -> None:
-        """Open a dialog with the lines that `draw` returns for a width in cells."""
+        """Open a dialog that shows the lines returned by `draw`, which gets the width in cells."""
         from .dialogs import DetailsDialog
 
         self.app.push_screen(DetailsDialog(title, draw, wide=wide))
@@ -84,7 +84,7 @@ class PanelScreen(UsesApp, Screen[None]):
 
 
 class SnapshotScreen(PanelScreen):
-    """Base class of screens that show the latest reading of the devices, and can pause."""
+    """Base class of screens that show the latest reading of the devices and can be paused."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause(True)", "Pause"),
@@ -101,9 +101,9 @@ class SnapshotScreen(PanelScreen):
 
     @property
     def shown(self) -> Snapshot | None:
-        """The reading that the screen shows: the latest or, while paused, the one at the pause.
+        """The reading that the screen shows, or None before the first one.
 
-        None before the first reading.
+        This is the latest reading or, while the screen is paused, the one from when it was paused.
         """
         return self._paused_at or self.evener.snapshot
 
@@ -121,24 +121,24 @@ class SnapshotScreen(PanelScreen):
         if self.is_current and self._paused_at is None:
             self.redraw()
 
-    def place_panels(self, rows: Mapping[str, int]) -> None:
-        """Set the height of each panel, by its selector; panels of height 0 are hidden."""
+    def place_panels(self, heights: Mapping[str, int]) -> None:
+        """Set the heights of panels, given by selector; a height of 0 hides the panel."""
         # Setting heights lays out the screen again, so heights are set only if they have changed.
-        placed = (self.app.size, rows)
+        placed = (self.app.size, heights)
         if self._placed == placed:
             return
         self._placed = placed
-        for name, count in rows.items():
+        for name, count in heights.items():
             panel = self.query_one(name)
             panel.display = count > 0
             panel.styles.height = count
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is possible: either pause or resume."""
+        """Return whether an action is possible. A paused screen can be resumed, but not paused."""
         return action != "pause" or parameters[0] is (self._paused_at is None)
 
     def action_pause(self, paused: bool) -> None:
-        """Keep the current reading on the screen, or show new ones again."""
+        """Freeze the screen at the current reading, or show new readings again."""
         self._paused_at = self.evener.snapshot if paused else None
         self.refresh_bindings()
         self.redraw()
@@ -155,7 +155,7 @@ class SnapshotScreen(PanelScreen):
 
 
 class SortedScreen(PanelScreen):
-    """Base class of screens with a table that the user can filter, sort and mark."""
+    """Base class of screens with a table that the user can filter, sort, and mark rows in."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", key_display="/"),
@@ -164,7 +164,7 @@ class SortedScreen(PanelScreen):
     FILTERED = ""  # the columns in which the filter searches, for its placeholder
 
     def filter_field(self) -> Input:
-        """Return the input field for filter words; it is hidden until the user opens it."""
+        """Return the input field for filter words, which is hidden until the user opens it."""
         return Input(placeholder=f"words in {self.FILTERED}", id="filter", compact=True)
 
     @property
@@ -203,7 +203,10 @@ SCREENS = {"monitor": "Monitor", "balance": "Balance", "runs": "Runs", "training
 
 
 class TopBar(Lines):
-    """The first line: the names of the screens, with `shown` highlighted, and the status."""
+    """The first line of a screen: the names of all screens and the status of the devices.
+
+    The name of the screen `shown` is highlighted.
+    """
 
     def __init__(self, shown: str) -> None:
         super().__init__(id="top")
@@ -228,7 +231,7 @@ class TopBar(Lines):
 
 
 class KeysBar(Lines):
-    """The last line: the keys that have an effect now. A click on one presses it."""
+    """The last line of a screen: the keys that have an effect there. A click on one presses it."""
 
     def __init__(self) -> None:
         super().__init__(id="keys", classes="bar")
@@ -253,25 +256,25 @@ class KeysBar(Lines):
         self.show([Line(tuple(span for hint in hints for span in hint))])
 
     def _hint(self, binding: Binding) -> tuple[Span, ...]:
-        """Return a key and its description, clickable."""
+        """Return a key and its description as spans that can be clicked."""
         action = f"app.simulate_key('{binding.key}')"
         key = Span(f" {self.app.get_key_display(binding)}", "key", action)
         return key, Span(f" {binding.description}", "text", action)
 
     def _fit(self, hints: list[tuple[Span, ...]]) -> list[tuple[Span, ...]]:
-        """Remove key hints until the line fits; the last three always stay."""
+        """Remove key hints until the line fits, but never the last three."""
         width = self.size.width
         while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:
             del hints[-ALWAYS - 1]
         return hints
 
     def _extend(
-        self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
+        self, hints: list[tuple[Span, ...]], extra_hints: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Add further key hints, in front of the last three, while there is room."""
+        """Insert extra key hints in front of the last three, as long as there is room."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
-        for hint in more:
+        for hint in extra_hints:
             left -= span_cells(hint)
             if left < 0:
                 break

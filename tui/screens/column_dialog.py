@@ -38,5 +38,5 @@ class ColumnDialog(Dialog[None]):
         """Save the choice, and close the dialog."""
         ticked = self.query_one(Ticks).ticked
         hidden = tuple(key for place, key in enumerate(self._keys) if place not in ticked)
-        self.evener.keep(hidden_columns=hidden)
+        self.evener.change_settings(hidden_columns=hidden)
         await super().action_dismiss(result)

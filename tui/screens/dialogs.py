@@ -27,7 +27,7 @@ WIDEST = 116  # cells of a wide dialog's text
 
 
 class Text(Lines):
-    """Text that is as high as its number of lines."""
+    """Lines of text in a widget that is as high as they need."""
 
     def show(self, lines: Iterable[Line]) -> None:
         """Show the lines, and set the height to fit them."""
@@ -37,7 +37,7 @@ class Text(Lines):
 
 
 class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
-    """Base class of dialogs: a titled box that Escape or q closes."""
+    """Base class of dialogs, which are titled boxes that Escape or q closes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss", "Close")]
 
@@ -96,7 +96,8 @@ class DetailsDialog(Dialog[None]):
 class ChoiceDialog(Dialog[str]):
     """Dialog with a question and a button for each answer; it returns the key of the chosen one.
 
-    `answers` maps keys to labels. Pressing an answer's key chooses it. The first answer is focused.
+    `answers` maps keys to labels. The user can click a button or press the key of an answer. The
+    first answer is focused.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -139,11 +140,11 @@ class ChoiceDialog(Dialog[str]):
 
 
 def confirm(
-    app: App[int], action: str, question: str, then: Callable[[], Any], title: str = ""
+    app: App[int], action: str, question: str, on_confirm: Callable[[], Any], title: str = ""
 ) -> None:
-    """Ask a question, and call `then` only if the user confirms `action`.
+    """Ask a question, and call `on_confirm` only if the user confirms the action.
 
-    `action` is also the dialog's title unless `title` is given.
+    `action` is the label of the confirming button, and the dialog's title unless `title` is given.
     """
 
     def draw(width: int) -> Iterable[Line]:
@@ -151,12 +152,16 @@ def confirm(
 
     answers = {"n": "No", "y": action}
     app.push_screen(
-        ChoiceDialog(title or action, draw, answers), lambda key: then() if key == "y" else None
+        ChoiceDialog(title or action, draw, answers),
+        lambda key: on_confirm() if key == "y" else None,
     )
 
 
 class FieldDialog(Dialog[bool]):
-    """Base class of dialogs with one input field and a hint; they return True once done."""
+    """Base class of dialogs with one input field and a hint.
+
+    A dialog returns True if it has used the input, and None if it was closed before.
+    """
 
     def __init__(self, title: str, field: Input, hint: str) -> None:
         super().__init__(title)
@@ -172,11 +177,11 @@ class FieldDialog(Dialog[bool]):
         self.show_message(self._hint)
         self._field.focus()
 
-    def show_message(self, text: str, *, bad: bool = False) -> None:
-        """Replace the hint by a message; `bad` shows it as an error."""
+    def show_message(self, text: str, *, is_error: bool = False) -> None:
+        """Replace the hint by a message; `is_error` shows it as an error."""
         rows = wrap(plain(text), self.text_width, 8)
         self.query_one("#hint", Text).show(
-            [line(Span(row, "bad" if bad else "dim")) for row in rows]
+            [line(Span(row, "bad" if is_error else "dim")) for row in rows]
         )
 
     async def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -185,15 +190,15 @@ class FieldDialog(Dialog[bool]):
         try:
             done = await self.submit(event.value.strip())
         except EvenerError as fault:
-            self.show_message(str(fault), bad=True)
+            self.show_message(str(fault), is_error=True)
         else:
             if done:
                 self.dismiss(True)
 
     async def submit(self, text: str) -> bool:
-        """Act on the text, and return whether the dialog should close; subclasses implement it.
+        """Use the text, and return whether the dialog should close; subclasses implement it.
 
-        An EvenerError that it raises is shown in the dialog.
+        The dialog shows an EvenerError that this raises.
         """
         raise NotImplementedError
 
@@ -207,7 +212,7 @@ _MEANINGS = {
 
 
 def choose_signal(app: BaseApp, chosen: Sequence[ProcessSample]) -> None:
-    """Ask which signal to send to the chosen processes, and confirm it."""
+    """Ask which signal to send to the chosen processes, and ask for confirmation."""
     once = tuple(
         {(process.pid, process.start_time): process for process in chosen}.values()
     )  # a process may be on several devices

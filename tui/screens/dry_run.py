@@ -1,4 +1,4 @@
-"""The dialog of a dry run."""
+"""The dialog of a dry run, which tries a model before a search."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         yield self.filter_field()
 
     def redraw(self) -> None:
-        """Redraw the screen from the shown reading; does nothing before the first one."""
+        """Redraw the screen from the reading that it shows; do nothing before the first one."""
         snapshot = self.shown
         if snapshot is None:
             return
@@ -105,7 +105,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one("#notes", Lines).show(self._notes(snapshot))
 
     def _notes(self, snapshot: Snapshot) -> tuple[Line, ...]:
-        """Return the newest unread alert, else the warnings about this machine."""
+        """Return the newest unread alert or, if there is none, the warnings about this machine."""
         app, width = self.evener, self.app.size.width
         if app.unread_alerts:
             return (alert_line(app.alerts[-1], app.unread_alerts, width),)
@@ -147,7 +147,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one(TimelinePanel).toggle_scale()
 
     def action_end_filter(self) -> None:
-        """Hide the time cursor if there is one, else end the filter."""
+        """Hide the time cursor if it is visible, and otherwise end the filter."""
         # In the filter's field, Escape always ends the filter.
         graphs = self.query_one(TimelinePanel)
         if graphs.cursor is not None and self.focused is not self.query_one("#filter"):
@@ -156,7 +156,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             super().action_end_filter()
 
     def action_open_device(self) -> None:
-        """Open details of the device under the cursor; for a host, show or hide its devices."""
+        """Open details of the device under the cursor. On a host's row, toggle its devices."""
         panel = self.query_one(DevicePanel)
         chosen = panel.rows[panel.cursor]
         if isinstance(chosen, HostRow):
@@ -214,7 +214,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         return super().check_action(action, parameters)
 
     def action_signal(self) -> None:
-        """Choose a signal for the marked processes, or for the one under the cursor."""
+        """Ask which signal to send to the marked processes, or to the one under the cursor."""
         from .dialogs import choose_signal
 
         chosen = self.query_one(ProcessPanel).chosen_rows
@@ -245,9 +245,9 @@ class DevicePanel(ListPanel[PanelRow]):
 
     @property
     def sample(self) -> DeviceSample | None:
-        """The reading of the device under the cursor; on a host, of its first device.
+        """The reading of the device under the cursor, or None without devices.
 
-        None without devices.
+        On a host's row, this is the reading of its first device.
         """
         row = self.chosen.rows[0] if isinstance(self.chosen, HostRow) else self.chosen
         return row.sample if row is not None else None
@@ -276,7 +276,7 @@ class DevicePanel(ListPanel[PanelRow]):
 
 
 class ProcessPanel(SortedPanel[ProcessRow]):
-    """Table of the processes on the devices; ended ones stay for four seconds."""
+    """Table of the processes on the devices. Processes that have ended stay for four seconds."""
 
     COLUMNS = PROCESSES.columns
     OPEN = "screen.open_process"

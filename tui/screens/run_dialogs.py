@@ -1,4 +1,4 @@
-"""Dialogs for a stored run: continue it, write its files, train by its plan, show errors."""
+"""Dialogs that continue a stored run, write its files, train by its plan, or show its errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ContinueDialog(FieldDialog):
 def errors_file(run: str) -> Path | None:
     """Return the file with the errors of a run's probe processes, or None if there is none.
 
-    If `run` is "", this is the file of the last measurement made outside a run.
+    If `run` is "", this is the file of the last measurement that belonged to no run.
     """
     with suppress(EvenerError):
         path = runs.errors_path(run) if run else error_file()
@@ -77,7 +77,7 @@ def errors_file(run: str) -> Path | None:
 
 
 def own_frames(text: str) -> str:
-    """Return the traceback lines from the user's own files, with a heading; "" without any."""
+    """Return a heading and the traceback lines from the user's own files, or "" without any."""
     frames = dict.fromkeys(
         found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1])
     )
@@ -138,7 +138,8 @@ class SaveDialog(FieldDialog):
     - `name`: the suggested file name.
     - `endings`: the file name endings to accept.
     - `save`: writes the file; called in a thread.
-    - `next_step`: returns what to do with the file, for the message at the end, or "".
+    - `next_step`: gets the path, and returns what the user can do with the file or "". The message
+      after writing contains it.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class SaveDialog(FieldDialog):
         try:
             await asyncio.to_thread(self._save, path)
         except EvenerError as fault:
-            self.show_message(str(fault), bad=True)
+            self.show_message(str(fault), is_error=True)
             return False
         then = self._next_step(str(path))
         self.evener.show_message(
@@ -211,14 +212,14 @@ def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> Sav
 
 
 class TrainDialog(FieldDialog):
-    """Dialog with a command line that trains by a plan; Enter starts it.
+    """Dialog with a command line that trains by a plan, which Enter starts.
 
-    `path` is the plan's file, which the dialog writes first unless `written`.
+    `path` is the file of the plan. The dialog writes it first unless `is_written` is set.
     """
 
-    def __init__(self, plan: Plan, run: str, path: str, written: bool) -> None:
+    def __init__(self, plan: Plan, run: str, path: str, is_written: bool) -> None:
         command = find_training_command(plan, path)
-        writes = "" if written else f"writes {path} and "
+        writes = "" if is_written else f"writes {path} and "
         hint = (
             f"Enter {writes}starts this here; add the script's own arguments. The training goes on "
             f"when evener is left."
@@ -228,7 +229,7 @@ class TrainDialog(FieldDialog):
         self._plan = plan
         self._run = run
         self._path = path
-        self._written = written
+        self._written = is_written
 
     async def submit(self, text: str) -> bool:
         """Start the command; raises RequestError if it isn't `evener launch PLAN SCRIPT`."""
@@ -241,7 +242,7 @@ class TrainDialog(FieldDialog):
 
 
 def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
-    """Open a dialog that trains by the plan of a run, then show the Trainings screen."""
+    """Open a dialog that trains by a run's plan, and then switch to the Trainings screen."""
     written = app.written_plans.get(run, "")
     free = "plan.toml" if not os.path.exists("plan.toml") else f"plan-{run}.toml"
 

@@ -51,7 +51,7 @@ class RunPanel(SortedPanel[RunSummary]):
         return run_search_text(row)
 
     def set_data(self, found: Sequence[RunSummary]) -> None:
-        """Set the runs. Runs that still exist keep their marks."""
+        """Set the runs. Those that were marked before stay marked."""
         self.tagged &= {summary.run for summary in found}
         super().set_data(found)
 
@@ -63,7 +63,7 @@ class RunPanel(SortedPanel[RunSummary]):
 class RunsScreen(RunActions, SortedScreen):
     """The Runs screen: a table of stored runs, and the plan of the run under the cursor.
 
-    If a run is marked, its plan is shown too, with the differences between both runs.
+    If a run is marked, the screen also shows its plan and how both runs differ.
     """
 
     NAME = "runs"
@@ -115,7 +115,7 @@ class RunsScreen(RunActions, SortedScreen):
     async def go_to(self, name: str) -> None:
         """Reload the runs, and move the cursor to the run with the id `name`.
 
-        Ends the filter if it hides that run.
+        Clears the filter if it hides that run.
         """
         await self.action_reload()
         panel = self.query_one(RunPanel)
@@ -134,7 +134,7 @@ class RunsScreen(RunActions, SortedScreen):
             self.redraw()
 
     def redraw(self) -> None:
-        """Divide the height, and draw the table and the plans."""
+        """Divide the height between the panels, and draw the table and the plans."""
         self.fit_frames()
         panel = self.query_one(RunPanel)
         around = 2 if self.has_class("-bare") else 4
@@ -187,7 +187,7 @@ class RunsScreen(RunActions, SortedScreen):
         return found
 
     def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
-        """Return the lines about a run, fitted to the panel, or the error if it can't be read."""
+        """Return the lines about a run that fit into the panel, or why the run can't be read."""
         if not name:
             return ()
         try:

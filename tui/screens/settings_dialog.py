@@ -25,7 +25,7 @@ PLAN_PERCENTS = (70.0, 80.0, 90.0, 95.0)
 
 
 class Choice(NamedTuple):
-    """A setting with a few values to choose from; `write` returns the label of a value."""
+    """A setting with a few values to choose from. `write` converts a value to its label."""
 
     key: str  # a field of the settings, or "alerts." and a field of the alert settings
     label: str
@@ -68,7 +68,10 @@ def read_setting(app: BaseApp, key: str) -> Any:
 
 
 class SettingsDialog(Dialog[None]):
-    """Dialog with all settings, which take effect at once; the one labelled `first` is focused."""
+    """Dialog with all settings. Changes take effect at once.
+
+    The setting with the label `first` is focused, or the first one if there is none.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "app.focus_next", "Next", show=False),
@@ -94,7 +97,10 @@ class SettingsDialog(Dialog[None]):
         return Horizontal(Static(label, classes="label", markup=False), field, classes="field")
 
     def _values(self, choice: Choice) -> Sequence[Any]:
-        """Return the values that a setting offers. An unusual current value is added in front."""
+        """Return the values that a setting offers.
+
+        The current value is put in front if it isn't among them.
+        """
         value = read_setting(self.evener, choice.key)
         return choice.values if value in choice.values else (value, *choice.values)
 
@@ -122,15 +128,17 @@ class SettingsDialog(Dialog[None]):
             return
         alert, _, field = key.rpartition(".")
         if alert:
-            app.keep(alerts=msgspec.structs.replace(app.settings.alerts, **{field: value}))
+            app.change_settings(
+                alerts=msgspec.structs.replace(app.settings.alerts, **{field: value})
+            )
         else:
-            app.keep(**{key: value})
+            app.change_settings(**{key: value})
         app.apply_settings()
 
     @on(Input.Submitted)
     @on(DescendantBlur)
     def _take_command(self) -> None:
-        """Apply the command for alerts when the user leaves its field."""
+        """Apply the command for alerts when the user leaves its input field."""
         self._set("alerts.command", self.query_one(Input).value.strip())
 
     async def action_dismiss(self, result: None = None) -> None:

@@ -58,7 +58,7 @@ class TrainingsScreen(SnapshotScreen):
         yield Lines("Log", id="training-log", classes="panel")
 
     def redraw(self) -> None:
-        """Redraw the screen from the shown reading; does nothing before the first one."""
+        """Redraw the screen from the reading that it shows; do nothing before the first one."""
         if (snapshot := self.shown) is not None:
             with self.app.batch_update():
                 rows = self._ended.add_ended(join_trainings(snapshot), snapshot.at_seconds)
@@ -85,7 +85,7 @@ class TrainingsScreen(SnapshotScreen):
         frame = self.fit_frames()
         size = self.evener.size
         height = size.height - _BARS
-        log = self._log_rows(height, shares_rows=row is not None)
+        log = self._log_rows(height, with_details=row is not None)
         wanted = PanelRows()
         if row is not None:
             text = training_lines(row, snapshot.at_seconds, size.width - frame)
@@ -120,11 +120,14 @@ class TrainingsScreen(SnapshotScreen):
                     app.publisher.interval_seconds,
                 )
 
-    def _log_rows(self, height: int, *, shares_rows: bool) -> int:
-        """Return the height of the log panel in lines; 0 unless a training run was started here."""
+    def _log_rows(self, height: int, *, with_details: bool) -> int:
+        """Return the height of the log panel in lines; 0 unless a training run was started here.
+
+        `with_details` leaves room for panels about the training run under the cursor.
+        """
         if self.evener.training is None:
             return 0
-        return max(_LEAST_LOG, height // 3) if shares_rows else max(_LEAST_LOG, height - 8)
+        return max(_LEAST_LOG, height // 3) if with_details else max(_LEAST_LOG, height - 8)
 
     def _show_log(self) -> None:
         """Show the last lines of the log."""
@@ -137,7 +140,7 @@ class TrainingsScreen(SnapshotScreen):
         panel.show(whole_lines(text, max(1, width))[-height:] if height else ())
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is possible: only a run that was started here can be stopped."""
+        """Return whether an action is possible. Only a run that was started here can be stopped."""
         # In a read-only app, the action is always disabled.
         if action == "stop_training":
             training = self.evener.training
@@ -201,7 +204,10 @@ class TrainingPanel(ListPanel[TrainingRow]):
 
 
 class RankPanel(ListPanel[RankRow]):
-    """Table of a training run's ranks, with a legend of the breakdown of their step time."""
+    """Table of the ranks of a training run, with a legend of the bars in it.
+
+    The bars break down the step time of each rank.
+    """
 
     def __init__(self) -> None:
         super().__init__(id="ranks")

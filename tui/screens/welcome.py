@@ -135,7 +135,7 @@ class WelcomeDialog(Dialog[str]):
 
 
 def write_activity(snapshot: Snapshot | None) -> str:
-    """Describe the training runs on the devices now or, without any, how to start one."""
+    """Describe the current training runs on the devices or, without any, how to start one."""
     reports = snapshot.reports if snapshot is not None else ()
     trainings = {report.training or str(report.pid) for report in reports}
     if len(trainings) == 1:

@@ -42,13 +42,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SilentConnections:
-    """Connections that haven't sent a valid request: at most 64, each for up to 10 seconds."""
+    """The connections that haven't sent a valid request yet.
+
+    At most 64 of them stay open, each for up to 10 seconds.
+    """
 
     def __init__(self) -> None:
         self._ends: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # oldest first
 
     def add(self, connection: web.RequestHandler) -> None:
-        """Add a new connection; if there are too many, close the oldest one."""
+        """Add a new connection. If there are too many, the oldest one is closed."""
         if len(self._ends) >= MOST_SILENT:
             self.close(next(iter(self._ends)))
         loop = asyncio.get_running_loop()
@@ -132,10 +135,10 @@ class BrowserServer(Server):
             await asyncio.wait(self._visits, timeout=SHUTDOWN_SECONDS)
 
     async def run(self, listening: socket.socket) -> int:
-        """Serve on the socket `listening` until a signal ends it, and return the exit code.
+        """Serve on the socket `listening` until a signal arrives, and return the exit code.
 
-        SIGINT, SIGTERM and SIGHUP end it, with 128 plus the signal's number. Prints the address to
-        open.
+        The signals are SIGINT, SIGTERM and SIGHUP, and the exit code is 128 plus the signal's
+        number. Prints the address to open.
         """
         runner = web.AppRunner(
             await self._make_app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
@@ -168,7 +171,7 @@ class BrowserServer(Server):
 
 
 def serve_browser(command: Sequence[str], port: int) -> int:
-    """Serve `command` to browsers on this machine until a signal, and return the exit code.
+    """Serve `command` to browsers on this machine until a signal arrives, and return the exit code.
 
     `port` 0 takes any free port. Raises RequestError if the port can't be used.
     """

@@ -64,7 +64,7 @@ class _Clients:
         self._change = threading.Condition()
 
     def add(self, client: socket.socket) -> None:
-        """Add a connection; if 64 are open, first cut off the oldest one."""
+        """Add a connection. If 64 are open already, the oldest one is cut off first."""
         # Requests are answered within milliseconds, so the oldest connection only blocks others.
         with self._change:
             while len(self._since) >= MOST_CLIENTS:
@@ -386,7 +386,7 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
 
 
 def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
-    """Yield the gradient noise scale of each rank and the ends of its interval, in rows."""
+    """Yield the gradient noise scale of each rank in rows, and the ends of its 95 % interval."""
     # A rank without a noise scale has no samples, and an infinite value is left out.
     for name, field, help_text in _NOISE:
         ends = (
@@ -457,7 +457,7 @@ def _training_labels(training: Training, hostname: str) -> Labels:
 
 
 def _uuid_and_name(live: LiveDevice, devices: Mapping[str, Device]) -> tuple[str, str]:
-    """Return the id and short name of a rank's device."""
+    """Return the UUID and the short name of a rank's device."""
     # the monitor may not see this device
     device = devices.get(live.id)
     index = str(live.index) if live.index >= 0 else ""

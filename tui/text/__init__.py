@@ -1,1 +1,1 @@
-"""Text for the terminal, JSON and HTML: summaries, tables, reports and parsing of options."""
+"""Text for the terminal, JSON and HTML, such as summaries, tables and reports; option parsing."""

@@ -14,8 +14,8 @@ from .summaries import verdict_lines
 def closing_lines(run: str, path: str, width: int | None) -> list[str]:
     """Return the result of the search with the id `run`, and the commands that come next.
 
-    `path` is the file to which the plan was written, or "". Lines are wrapped at `width` columns
-    unless it is None.
+    `path` is the file to which the plan was written, or "". Lines are wrapped at `width` columns;
+    None doesn't wrap them.
     """
     try:
         found = runs.load_run(run)

@@ -13,10 +13,10 @@ OPEN = 2.0
 LONGER = "train both for longer, or on cores that nothing else uses"
 
 
-def difference_lines(found: RunDifference, most: float) -> list[str]:
-    """Describe how two runs differ, and whether the second one is slower by more than `most`.
+def difference_lines(found: RunDifference, max_slowdown: float) -> list[str]:
+    """Describe how two runs differ, and whether the second one is too slow.
 
-    `most` is a fraction: 0.05 allows 5 % more time per sample.
+    `max_slowdown` is the fraction that it may be slower: 0.05 allows 5 % more time per sample.
     """
     rows = [
         ("run", "samples/s"),
@@ -34,7 +34,7 @@ def difference_lines(found: RunDifference, most: float) -> list[str]:
         lines.append("their steps have different numbers of rows: times are per sample")
     if found.phases:
         lines += ["", *_write_phases(found)]
-    return [*lines, "", _write_verdict(found, most)]
+    return [*lines, "", _write_verdict(found, max_slowdown)]
 
 
 def _write_whole(found: RunDifference) -> str:
@@ -68,12 +68,12 @@ def _write_phase(phase: PhaseDifference) -> tuple[str, ...]:
     )
 
 
-def _write_verdict(found: RunDifference, most: float) -> str:
-    allowed = percent(most, 1)
-    if found.is_beyond(most):
+def _write_verdict(found: RunDifference, max_slowdown: float) -> str:
+    allowed = percent(max_slowdown, 1)
+    if found.is_beyond(max_slowdown):
         return f"slower by more than {allowed}"
-    if found.slowdown > most:
+    if found.slowdown > max_slowdown:
         return f"above {allowed}, but not surely slower: {LONGER}"
-    if found.high > OPEN * most:
+    if found.high > OPEN * max_slowdown:
         return f"up to {_signed(found.high)} is possible, so {allowed} isn't excluded: {LONGER}"
     return f"not slower by more than {allowed}"

@@ -46,7 +46,7 @@ def energy_cells(
 ) -> tuple[str, str, str]:
     """Return table cells for samples/J, the watts of busy devices, and the watts of idle ones.
 
-    All are "-" if the power is unknown (0 watts).
+    All three are "-" if the power is unknown (0 watts).
     """
     watts = active_watts + idle_watts
     if not watts:
@@ -67,9 +67,10 @@ class Table(NamedTuple):
     note: str = ""
 
     def lines(self, width: int | None = None) -> list[str]:
-        """Return the lines of the table and an empty one; the note is wrapped at `width` columns.
+        """Return the lines of the table, followed by an empty one.
 
-        Without rows below the heading, only the title and note are returned, if both are set.
+        The note is wrapped at `width` columns. If there are no rows below the heading, returns only
+        the title and note, or nothing if one of them is "".
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
@@ -120,10 +121,10 @@ def _harmless(text: str, escape: Callable[[str], str]) -> str:
     )
 
 
-def cut_path(text: str, most: int) -> str:
-    """Shorten a path to `most` characters by replacing its first folders with "…"."""
-    if len(text) <= most:
+def cut_path(text: str, max_length: int) -> str:
+    """Shorten a path to `max_length` characters, with "…" in place of its first folders."""
+    if len(text) <= max_length:
         return text
-    kept = text[len(text) - most + 1 :]
+    kept = text[len(text) - max_length + 1 :]
     _, slash, rest = kept.partition("/")
     return "…" + (slash + rest if rest else kept)

@@ -98,10 +98,10 @@ class Lines(UsesApp, Widget):
         """Change the title or subtitle in the frame; None keeps it."""
         if title is not None and title != self._title:
             self._title = title
-            self.border_title = Content(self.evener.shown(title))
+            self.border_title = Content(self.evener.to_drawable(title))
         if subtitle is not None and subtitle != self._subtitle:
             self._subtitle = subtitle
-            self.border_subtitle = Content(self.evener.shown(subtitle))
+            self.border_subtitle = Content(self.evener.to_drawable(subtitle))
 
     def refresh(self, *regions: Region, **options: Any) -> Self:
         """Redraw regions or, without any, the whole widget."""

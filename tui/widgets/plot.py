@@ -90,7 +90,7 @@ class ChartPanel(Lines):
 
     def action_toggle_scale(self) -> None:
         """Change between logarithmic and linear axes, and save the choice."""
-        self.evener.keep(log_axes=not self.log2)
+        self.evener.change_settings(log_axes=not self.log2)
         self.redraw()
         self.post_message(self.Scaled(self.log2))
 

@@ -103,13 +103,13 @@ class TimelinePanel(Lines):
     def change_span(self, direction: int) -> None:
         """Switch to the next longer (1) or shorter (-1) time span, and save the choice."""
         place = SPANS.index(self.span) + direction
-        self.evener.keep(graph_seconds=SPANS[max(0, min(place, len(SPANS) - 1))])
+        self.evener.change_settings(graph_seconds=SPANS[max(0, min(place, len(SPANS) - 1))])
         self.cursor = None
         self.redraw()
 
     def toggle_scale(self) -> None:
         """Change between one scale for all devices and one for each, and save the choice."""
-        self.evener.keep(common_scale=not self.evener.settings.common_scale)
+        self.evener.change_settings(common_scale=not self.evener.settings.common_scale)
         self.redraw()
 
     def click_cell(self, x: int, y: int) -> None:
