@@ -22,13 +22,14 @@ more.
 Stages:
 
 1. `solo_stage`: every device runs alone, all at the same time, with two small batches. This gives
-   each t_i, and the m0_i and m1_i of its memory use. The next batches to measure are those of an
-   optimistic layout: the fastest one if each t_i were as low as its points allow
-   (`model/optimistic`). This is repeated as long as half of the gain that these batches promise is
-   worth their time. A device that would keep the others waiting for little gain is left out of a
-   round (one probe on each device). Devices whose times differ by no more than noise share one
-   curve, and so get equal shares. If times rise repeatedly by the same jump, the curve is a step
-   function (`model/step_time`), and the best batches are the last ones before a jump.
+   each t_i, and the m0_i and m1_i of its memory use. The next batches to measure are those of the
+   layout with the highest upper bound on its throughput, which is the fastest one if each t_i is as
+   low as its points allow (`model/lower_bound`). This is repeated as long as half of the gain that
+   these batches promise is worth their time. A device that would keep the others waiting for little
+   gain is left out of a round (one probe on each device). Devices whose times differ by no more
+   than noise share one curve, and so get equal shares. If times rise repeatedly by the same jump,
+   the curve is piecewise constant (`model/step_time`), and the best batches are the last ones
+   before a jump.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k, and one
    more point of each device's curve under contention. Prediction and measurement are repeated until
    nothing new is predicted. For a number of devices that was never measured, c_k is assumed low, so

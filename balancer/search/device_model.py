@@ -1,20 +1,20 @@
-"""A model of one device: its step times and its limits.
+"""A model of one device: its step time as a function of its rows, and how many rows it can take.
 
-The step times are by number of rows, and the limits are for the rows of one pass. Each limit is a
-multiple of the quantum (the unit in which shares are assigned); 0 leaves the device out. The name
-of a limit says what it is based on:
+Limits are for the rows of one pass, which are the rows that a device computes at once. Each limit
+is a multiple of the quantum, the unit in which shares are assigned. A limit of 0 means that the
+device can't be used. The name of a limit says what it is based on:
 
     requested   the request: largest share, fixed global batch, largest global batch
     certain     memory: what ran, or a little more if memory is far from full
-    guessed     memory: the batch at which the memory line reaches the device's memory; after a
-                failure, a batch between the largest that ran and the smallest that failed; if
-                bytes are unknown, a split gets no more rows than ran
+    guessed     memory: the batch at which the predicted peak memory reaches the device's memory;
+                after a failure, a batch between the largest that ran and the smallest that failed;
+                if bytes are unknown, a split gets no more rows than ran
     trusted     time: at most the guessed limit, and only as far above the batches that ran as the
                 curve can be trusted; if a fixed batch needs larger shares, this limit is ignored
 
-Solo probes have other limits (`guessed_alone_rows`, `trusted_alone_rows`), because a failure costs
-less in a solo probe than in a split. `largest_in_one_pass` is the guessed limit, or less if two
-smaller passes are faster.
+Probes of the device alone have limits of their own (`guessed_alone_rows`, `trusted_alone_rows`),
+because a failure costs less there than in a step over several devices. `largest_in_one_pass` is the
+guessed limit, or less if two smaller passes are faster.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from evener.shares.waterfill import DeviceCurve, single_best
 
 from ..types import Layout, Problem
 from .model.evidence import CLEAR, DeviceEvidence
+from .model.lower_bound import lower_bound_curve, plateau_end_is_unknown
 from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
-from .model.optimistic import bend_is_open, optimistic_curve
-from .model.step_time import LEVEL, Point, fit_curve, fit_pass_overhead, merge_points
+from .model.step_time import FLAT_TOLERANCE, Point, fit_curve, fit_pass_overhead, merge_points
 from .time_left import TimeLeft
 
 # maximum factor by which a batch may exceed the largest that ran; a recorded kernel has its peak
@@ -40,7 +40,7 @@ STRIDE = 32
 
 
 class DeviceModel:
-    """A model of one device: step time by batch, and how many rows fit in its memory."""
+    """Predicts a device's step time for any number of rows, and how many rows it can take."""
 
     def __init__(
         self,
@@ -70,25 +70,28 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """Measured step times of this device when it runs alone."""
+        """Measured step times of this device in its own process, without gradient exchange."""
         return self.evidence.solo_points(self._among)
 
     @cached_property
     def group_points(self) -> tuple[Point, ...]:
-        """Measured step times, alone, of all devices that are as fast as this one."""
+        """Measurements as in `points`, of this device and all that are equally fast."""
         return tuple(point for one in self._group for point in one.solo_points(self._among))
 
     @cached_property
     def solo_curve(self) -> Curve | None:
-        """Step time by batch when the device trains alone; None before its first probe."""
+        """Step time as a function of the batch if the device trains alone.
+
+        None before its first probe.
+        """
         return fit_curve(self.group_points, self._among)
 
     @cached_property
     def split_curve(self) -> Curve | None:
-        """Compute time by rows when the device trains together with others.
+        """Compute time as a function of the rows if the device trains together with others.
 
-        The curve is fitted to solo measurements and to the device's compute time in measured
-        splits. None before the first probe.
+        The curve is fitted to measurements of the device alone, and to its compute time in measured
+        steps over several devices. None before the first probe.
         """
         points: list[Point] = []
         for one in self._group:
@@ -96,22 +99,22 @@ class DeviceModel:
         return fit_curve(points, self._among)
 
     @cached_property
-    def optimistic(self) -> Curve | None:
-        """Lower bound on the step time by batch, from the measurements so far.
+    def lower_bound(self) -> Curve | None:
+        """Lower bound on the step time of the device alone, as a function of the batch.
 
-        It is the fastest curve that they don't rule out, and shows which batches are worth
-        measuring next. None before the first probe.
+        It is the lowest curve that the measurements don't rule out. Batches at which it is far
+        below `solo_curve` are worth measuring. None before the first probe.
         """
         if self.solo_curve is None:
             return None
-        return optimistic_curve(self.group_points, self.solo_curve)
+        return lower_bound_curve(self.group_points, self.solo_curve)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
-        """Return the seconds a device needs for its rows of a layout, read from `curve`."""
+        """Return how many seconds the device takes for its share of a layout, by a given curve."""
         share = layout.shares[self.position]
         return step_in_passes(curve, share, layout.passes(self.position), self.extra_seconds)
 
-    # ------------------------------------------------------------------ by request and by memory
+    # ------------------------------------------------------------------ limits by memory
 
     @cached_property
     def requested_rows(self) -> int:
@@ -123,7 +126,7 @@ class DeviceModel:
 
     @cached_property
     def guessed_rows(self) -> int:
-        """The most rows of one pass that probably fit in memory; 0 if unusable."""
+        """The most rows of one pass that probably fit in memory; 0 if the device is unusable."""
         if self.is_unusable:
             return 0
         # the rows of a fixed batch have to be computed somewhere
@@ -132,10 +135,13 @@ class DeviceModel:
 
     @cached_property
     def certain_rows(self) -> int:
-        """The most rows per pass known to fit: they ran, or leave plenty of memory free."""
+        """The most rows of one pass that are sure to fit in memory.
+
+        As many rows ran, or slightly fewer did and left plenty of memory free.
+        """
         return self.memory.largest_safe(self.requested_rows, self.quantum)
 
-    # ------------------------------------------------------------------ by time, and by what ran
+    # ------------------------------------------------------------------ limits by time
 
     @cached_property
     def trusted_alone_rows(self) -> int:
@@ -153,23 +159,26 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch for which `optimistic` may be used to predict the device alone.
+        """The largest batch up to which `lower_bound` is used as a step time of the device alone.
 
         0 as long as no batch has run.
         """
-        if self.solo_curve is None or self.optimistic is None or not self.memory.largest_ran:
+        if self.solo_curve is None or self.lower_bound is None or not self.memory.largest_ran:
             return 0
-        by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum, optimistic=True)
-        # the times are so noisy that the curve may in fact be level
-        if not self.optimistic.slope:
+        by_memory = self.memory.largest_to_try(
+            self.requested_rows, self.quantum, just_below_failure=True
+        )
+        # the times are so noisy that the step time may be constant
+        if not self.lower_bound.slope:
             return by_memory
         return self._limit_by_time(self.solo_curve, by_memory)
 
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return the largest batch, up to `limit`, for which a curve is reliable.
+        """Return the largest batch, up to `limit`, for which a curve of the step time is reliable.
 
-        A curve is only extrapolated to a multiple of the largest batch that ran. If it was flat so
-        far, the remaining time limits that multiple.
+        Extrapolation ends at a multiple of the largest batch that ran. If the curve hasn't risen
+        yet, the remaining time limits that multiple. If the global batch is free, steps must also
+        be short enough for the remaining time.
         """
         if self._problem.global_batch is None:
             limit = self._limit_by_time(curve, limit)
@@ -184,19 +193,19 @@ class DeviceModel:
         """Return how many times larger than the largest batch that ran the next one may be.
 
         Infinite if the curve rises, because it then predicts the time of larger batches. Otherwise,
-        the remaining time limits the factor.
+        time may grow in proportion to the batch from there on, so the time left limits the factor.
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
         last = curve.seconds(self.memory.largest_ran)
-        # a rising curve predicts the time of a larger batch; beyond a level curve, time may grow in
-        # proportion to the batch, so the time left limits the factor
-        rises = last > (1 + LEVEL + CLEAR * curve.error) * first
+        rises = last > (1 + FLAT_TOLERANCE + CLEAR * curve.error) * first
         return math.inf if rises else self._time.growth(last)
 
     def _limit_by_time(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return the largest batch up to `limit` with a short enough step for the time left."""
-        # not reduced below the largest batch that ran
+        """Return the largest batch, up to `limit`, whose step is short enough for the time left.
+
+        The largest batch that ran is always short enough.
+        """
         if math.isinf(self._time.seconds):
             return limit
         longest = max(
@@ -213,13 +222,13 @@ class DeviceModel:
         fixed = self._problem.global_batch is not None
         # a free batch is reduced instead; after a failed probe with passes, the passes may be the
         # cause
-        return self._problem.micro and fixed and not self.evidence.undivided
+        return self._problem.micro and fixed and not self.evidence.passes_failed
 
     @cached_property
     def pass_rows(self) -> int:
-        """The best micro-batch for gradient accumulation; 0 if it isn't used.
+        """The best micro-batch for gradient accumulation; 0 if the device can't use that.
 
-        This is the largest that fits, or a smaller one if that is clearly faster per row.
+        It is the largest micro-batch that fits, or a smaller one if that is clearly faster per row.
         """
         if not self._may_use_passes or self.solo_curve is None:
             return 0
@@ -227,19 +236,26 @@ class DeviceModel:
         rows = self.trusted_rows(curve, self.guessed_rows)
         points = merge_points(self.group_points)
         fewer = {p.batch: p.seconds for p in points if self.quantum <= p.batch <= rows}
-        # the end of a level stretch, if it is known
+        # the end of a plateau, if it is known
         end = curve.batches[-1]
-        if curve.simple and not bend_is_open(points, curve) and self.quantum <= end <= rows:
+        if (
+            curve.simple
+            and not plateau_end_is_unknown(points, curve)
+            and self.quantum <= end <= rows
+        ):
             fewer.setdefault(int(end), curve.times[-1])
         if not fewer:
             return rows
         best = max(fewer, key=lambda batch: batch / fewer[batch])
-        gains = best / fewer[best] > (1 + LEVEL) * rows / curve.seconds(rows)
+        gains = best / fewer[best] > (1 + FLAT_TOLERANCE) * rows / curve.seconds(rows)
         return best // self.quantum * self.quantum if gains else rows
 
     @cached_property
     def largest_in_one_pass(self) -> int:
-        """The most rows to compute in one pass; above, two smaller passes are faster or needed."""
+        """The most rows to compute in one pass.
+
+        More rows don't fit, or take less time in two smaller passes.
+        """
         rows = self.pass_rows
         if not rows or rows >= self.guessed_rows or self.split_curve is None:
             return self.guessed_rows
@@ -252,7 +268,7 @@ class DeviceModel:
     def extra_seconds(self) -> float:
         """Overhead in seconds of each further gradient-accumulation pass; 0 if not measured.
 
-        Negative if a part of the step, such as the optimizer's, isn't repeated.
+        Negative if a part of the step, such as the optimizer's, isn't repeated in each pass.
         """
         split = [point for one in self._group for point in one.split_in_passes]
         alone = [point for one in self._group for point in one.alone_in_passes]
@@ -262,9 +278,9 @@ class DeviceModel:
         return 0.0
 
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
-        """Extend a device's curve to more rows than fit in memory, by gradient accumulation.
+        """Extend a curve of this device to more rows than fit in memory, by gradient accumulation.
 
-        `device` is returned unchanged if that can't be used, or if its curve includes it already.
+        It is returned unchanged if gradient accumulation can't be used, or is included already.
         """
         rows = min(self.pass_rows, device.limit)
         if not rows or not isinstance(device.curve, Curve):
@@ -275,10 +291,10 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def with_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """Return the device's curve with gradient accumulation in the fastest micro-batch.
+        """Return a curve of the device that uses the fastest micro-batch for a large share.
 
-        Used to predict the requested global batch on this device alone. The curve is unchanged if
-        no global batch was requested, or if one pass is fastest.
+        It predicts the time of a requested global batch on this device alone. Without such a batch,
+        or if one pass is fastest, it is `curve` up to `limit`.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch
@@ -298,7 +314,7 @@ class DeviceModel:
     def rows_per_pass(self, share: int, surely: bool) -> int:
         """Return the micro-batch for a share; the share itself if one pass is enough.
 
-        If `surely` is set, only sizes that are known to fit in memory are used.
+        With `surely`, only micro-batches that are sure to fit in memory are used.
         """
         if surely:
             at_once = self.certain_rows
@@ -315,9 +331,9 @@ class DeviceModel:
 
 
 def find_largest_in_one_pass(curve: Curve, rows: int, limit: int, extra: float) -> int:
-    """Return the largest number of rows that isn't faster in two passes than in one.
+    """Return the largest number of rows that two passes don't compute faster than one.
 
-    Searched from `rows` to `limit`. `extra` is the overhead of a second pass in seconds.
+    It is between `rows` and `limit`. `extra` is the overhead of a second pass, in seconds.
     """
     shares = range(rows, max(rows, limit))
 

@@ -1,13 +1,15 @@
-"""The first stage of a search: measures step time and memory of each device alone.
+"""The first stage of a search: measure the step time and memory of each device alone.
 
-All devices run at the same time. A round is one probe on each device that takes part. The first two
-rounds run small batches, which give a first curve of the step time and the memory per row.
+All devices run at the same time, each in its own process. A round is one probe on each device that
+takes part. The first two rounds run small batches. They give a first estimate of the step time as a
+function of the batch, and of the memory per row.
 
-Later rounds are optimistic. The measurements leave a range of step times for each batch that hasn't
-run. The search takes the lower end of that range for every device, and finds the layout that would
-then be fastest. The batches of this layout are measured next if they are larger than all that ran,
-or if their range is still wide. Rounds end when this layout promises less gain than a round costs.
-A device is left out of a round if the others would wait long for it and gain little.
+The batches of later rounds are chosen by an upper bound on the throughput. For each batch that
+hasn't run, the measurements leave a range of possible step times. The search takes the lower end of
+that range for every device, and finds the layout that would then be fastest: the most promising
+layout. Its batches are measured next if they are larger than all that ran, or if their range is
+still wide. Rounds end when this layout promises less gain than a round costs. A device is left out
+of a round if the others would wait long for it and gain little.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from .budget import BASE_SECONDS, Budget
 from .device_model import DeviceModel
 from .layouts import TIE
 from .model.memory import BLIND_GROWTH, SAFE_GROWTH
-from .model.step_time import SAME_BATCH, WIDE, merge_points
+from .model.step_time import SAME_BATCH, WIDE_GAP, merge_points
 from .predictions import Predictions
 from .ranking import COMES_TRUE, LEAST_RATE
 
-# maximum number of rounds, because optimistic predictions may always promise a gain; it suffices to
-# halve the gaps of a steep curve nine times
+# maximum number of rounds, because an upper bound may always promise a gain; it suffices to halve
+# the gaps of a steep curve nine times
 MOST_ROUNDS = 12
-# rows of the first batch, or fewer if a device's equal share is smaller; the second batch is
+# rows of the first batch, or fewer if an equal share of the global batch is smaller; the second is
 # `BLIND_GROWTH` times as large
 SMALL = 8
 
@@ -41,9 +43,10 @@ Batches = dict[DeviceModel, int]  # the batch of each device in a round
 
 
 class SoloStage:
-    """Measures step time and memory of the devices alone, all at the same time.
+    """Chooses which batches to measure on each device alone, before any step over several devices.
 
-    It ends when no further batch promises a faster layout.
+    The stage ends when no further batch promises a layout that is faster by enough to be worth the
+    time.
     """
 
     def __init__(self, predictions: Predictions, budget: Budget) -> None:
@@ -55,16 +58,19 @@ class SoloStage:
         self._live = [self._machine.devices[i] for i in self._machine.live]
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return one probe for each device to measure now; empty when the stage is over."""
+        """Return the probes to run now, at most one per device; empty when the stage is over."""
         first = self._first_rounds()
         if first or self._turn >= MOST_ROUNDS:
             return first
-        return self._optimistic_round()
+        return self._promising_round()
 
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return probes of the first two batches, or smaller ones after running out of memory."""
+        """Return probes of the first or second small batch; empty once all devices have run them.
+
+        A device that ran out of memory gets a smaller batch.
+        """
         for turn in range(2):
             due = self._next_small_batches(turn)
             if due and turn:
@@ -86,7 +92,7 @@ class SoloStage:
         return self._round(quick, self._turn)
 
     def _next_small_batches(self, turn: int) -> Batches:
-        """Return the first or second small batch for each device that hasn't run it yet.
+        """Return the first or second small batch of each device that hasn't run it yet.
 
         `turn` is 0 for the first small batch and 1 for the second.
         """
@@ -94,15 +100,16 @@ class SoloStage:
         for one in self._live:
             batch = self._small_batch(one)
             ran = any(point.batch == batch for point in one.evidence.alone)
-            # unless that batch already ran
             if one.evidence.rounds == turn and not ran:
                 due[one] = batch
         return due
 
     def _lacks_memory_line(self, device: DeviceModel) -> bool:
-        """Whether the device needs another small batch before its memory use can be predicted."""
+        """Whether the device has to run another small batch before its memory can be predicted.
+
+        Predictions need two batches that ran.
+        """
         memory = device.memory
-        # two batches are needed, and it never ran
         if not device.evidence.alone:
             return True
         if memory.smallest_failed is None or memory.limit_bytes is None:
@@ -113,30 +120,30 @@ class SoloStage:
         return self._is_new(device, self._small_batch(device))
 
     def _devices_worth_waiting_for(self, due: Batches) -> Batches:
-        """Return the devices that should measure their second batch in the next round.
+        """Return which devices should measure their second batch in the next round.
 
-        Slow devices are left out if the round would take longer for little gain. Empty if the round
-        isn't worth its time.
+        Slow devices are left out if waiting for them gains little. Empty if the round isn't worth
+        its time. `due` has the second batch of all devices that haven't run it.
         """
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
         rounds = [order[:count] for count in range(1, len(order) + 1)]
 
         def gain_a_second(some: Sequence[DeviceModel]) -> float:
-            return _optimistic_rate(due, some) / max(costs[some[-1]], BASE_SECONDS[Stage.RACE])
+            return _rate_upper_bound(due, some) / max(costs[some[-1]], BASE_SECONDS[Stage.RACE])
 
         # the most gain per second of the round
         kept = max(rounds, key=gain_a_second)
         last = kept[-1]
         known_rate = math.fsum(one.evidence.best_rate for one in self._live)
-        gain = _optimistic_rate(due, kept) / max(known_rate, LEAST_RATE)
+        gain = _rate_upper_bound(due, kept) / max(known_rate, LEAST_RATE)
         pays = self._budget.pays(gain, costs[last])
         if not pays or not self._affords_second(last, due[last]):
             return {}
         return {one: due[one] for one in kept}
 
     def _affords_second(self, device: DeviceModel, batch: int) -> bool:
-        """Whether the remaining time allows a probe of the device's second batch."""
+        """Whether there is enough time for a probe of the device's second batch."""
         step_seconds = _step_seconds(device, batch)
         if any(len(other.evidence.alone) > 1 for other in self._live):
             return self._has_time(self._probe_seconds(device, batch), step_seconds)
@@ -145,30 +152,32 @@ class SoloStage:
         layout = solo(self._problem.devices, device.position, batch)
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
-    def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return probes of the batches in the layout that could turn out to be the fastest.
+    def _promising_round(self) -> tuple[Probe, ...]:
+        """Return probes of the batches in the most promising layout.
 
         If they aren't worth their time, a cheap round may be returned instead.
         """
-        wanted = self._optimistic
+        wanted = self._most_promising
         if wanted is None:
             return ()
-        batches = self._optimistic_batches
+        batches = self._promising_batches
         longest = max((self._probe_seconds(*each) for each in batches.items()), default=0.0)
         if batches and self._budget.pays(self._expected_gain(wanted), longest):
             return self._round(self._add_other_devices(batches), self._turn)
         return self._cheap_round()
 
     def _add_other_devices(self, wanted: Batches) -> Batches:
-        """Let the other devices measure a batch meanwhile, if the round takes hardly longer."""
-        # all devices should compute at the same time, like in a split
+        """Add batches for the other devices, if the round takes hardly longer with them.
+
+        All devices should compute at the same time, because they do so in training.
+        """
         longest = max(self._probe_seconds(one, batch) for one, batch in wanted.items())
         batches = dict(wanted)
         for one in self._live:
             even = max(self._even_share(one), batches.get(one, 0))
             measured = sorted({self._quantum, *(point.batch for point in one.evidence.alone)})
-            batch = even or max(self._quantum, self._middle_of_widest(measured))
-            # an equal share, with which every plan is compared, may prolong the round
+            batch = even or max(self._quantum, self._middle_of_widest_gap(measured))
+            # equal shares may prolong the round, because every plan is compared with them
             if self._probe_seconds(one, batch) <= (1 + bool(even)) * longest and self._is_new(
                 one, batch
             ):
@@ -176,23 +185,26 @@ class SoloStage:
         return batches
 
     def _fill_round(self, due: Batches) -> Batches:
-        """Let devices that would be idle in a round measure a promising batch meanwhile.
+        """Add promising batches for the devices that would otherwise be idle in a round.
 
-        A device is added only if its probe ends no later than the longest one in `due`.
+        A device is added only if its probe ends no later than the longest one of `due`.
         """
         longest = max(self._probe_seconds(one, batch) for one, batch in due.items())
         idle = {
             one: batch
-            for one, batch in self._optimistic_batches.items()
+            for one, batch in self._promising_batches.items()
             if one not in due and self._probe_seconds(one, batch) <= longest
         }
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return short probes of equal shares, or of batches near the fastest one so far."""
+        """Return short probes that cost little of the remaining time; empty if there are none.
+
+        They measure equal shares, or batches near the one with the highest samples/s so far.
+        """
         wanted: Batches = {}
         for one in self._devices_of_split:
-            # the equal share or, as the samples/s may have a peak there, the middle of a gap
+            # in the middle of a gap, the samples/s may have a peak
             batch = self._even_share(one) or self._gap_at_best(one)
             if self._is_new(one, batch):
                 wanted[one] = batch
@@ -204,30 +216,29 @@ class SoloStage:
         return self._round(self._add_other_devices(wanted), self._turn)
 
     def _gap_at_best(self, device: DeviceModel) -> int:
-        """Return an unmeasured batch near the fastest one, where speed may be even higher.
+        """Return an unmeasured batch near the fastest one, which may be even faster.
 
-        0 if the neighbouring batches are close enough or too noisy.
+        0 if the measured batches beside it are close enough, or too noisy.
         """
         undivided = self._problem.global_batch is not None and not device.pass_rows
         if device.solo_curve is None or device.solo_curve.error > TIE or undivided:
-            # the measurements are too noisy to show a peak
             return 0
         points = merge_points(device.points)
         rates = [point.batch / point.seconds for point in points]
         best = next(i for i, rate in enumerate(rates) if rate >= (1 - TIE) * max(rates))
         around = points[max(0, best - 1) : best + 2]
-        return self._middle_of_widest([point.batch for point in around], WIDE)
+        return self._middle_of_widest_gap([point.batch for point in around], WIDE_GAP)
 
     def _even_share(self, device: DeviceModel) -> int:
-        """Return the device's rows for equal shares of a fixed batch, if worth measuring.
+        """Return the device's rows in equal shares of a requested global batch.
 
-        0 if they aren't more than it has run already, or may not fit.
+        0 if they aren't worth measuring: if the device ran as large a batch already, if they may
+        not fit, or if no global batch was requested.
         """
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
         return (
             even
-            # it may fit, and is larger than all batches that ran
             if device in self._devices_of_split
             and device.memory.largest_ran < even <= device.trusted_alone_rows
             else 0
@@ -235,11 +246,8 @@ class SoloStage:
 
     @cached_property
     def _devices_of_split(self) -> Sequence[DeviceModel]:
-        """The devices of the layout that is fastest by optimistic step times.
-
-        All usable devices if that layout has fewer than two.
-        """
-        shares = self._optimistic.shares if self._optimistic else ()
+        """The devices of the most promising layout; all usable ones if it has fewer than two."""
+        shares = self._most_promising.shares if self._most_promising else ()
         devices = [self._machine.devices[i] for i, _ in shares]
         return devices if len(devices) > 1 else self._live
 
@@ -261,21 +269,21 @@ class SoloStage:
         solos = self._machine.seen.in_stage(Stage.SOLO)
         return 1 + max((seen.probe.turn for seen in solos), default=-1)
 
-    # ------------------------------------------------------------------ the optimistic layout
+    # ------------------------------------------------------------------ the most promising layout
 
     @cached_property
-    def _optimistic(self) -> Allocation | None:
-        """The layout that would be fastest if each device were as fast as measurements allow.
+    def _most_promising(self) -> Allocation | None:
+        """The fastest layout if each step time is at its lower bound; None if none is possible.
 
-        None if no layout is possible.
+        It has the highest throughput that the measurements don't rule out.
         """
-        return self._predictions.fastest_of(list(self._optimistic_curves.values()))
+        return self._predictions.fastest_of(list(self._lower_bound_curves.values()))
 
     @cached_property
-    def _optimistic_batches(self) -> Batches:
-        """The batch worth measuring next on each device, for the layout that may be fastest."""
+    def _promising_batches(self) -> Batches:
+        """For devices in the most promising layout, the batch that is worth measuring next."""
         found: Batches = {}
-        for position, share in self._optimistic.shares if self._optimistic else ():
+        for position, share in self._most_promising.shares if self._most_promising else ():
             one = self._machine.devices[position]
             batch = min(self._micro_batch(position, share), one.trusted_alone_rows)
             if not self._would_show_more(one, batch):
@@ -286,23 +294,27 @@ class SoloStage:
         return found
 
     @cached_property
-    def _optimistic_curves(self) -> dict[int, DeviceCurve]:
-        """For each usable device, the lowest step times that its measurements don't rule out."""
+    def _lower_bound_curves(self) -> dict[int, DeviceCurve]:
+        """Lower bound on the step time of each usable device, by device position."""
         return {
-            one.position: one.with_best_passes(one.optimistic, one.guessed_alone_rows)
+            one.position: one.with_best_passes(one.lower_bound, one.guessed_alone_rows)
             for one in self._live
-            if one.guessed_alone_rows and one.optimistic
+            if one.guessed_alone_rows and one.lower_bound
         }
 
     def _micro_batch(self, position: int, share: int) -> int:
-        """Return the rows of one pass in which the device would compute this share."""
-        curve = self._optimistic_curves[position].curve
+        """Return the rows of one gradient-accumulation pass with which a share is computed.
+
+        This is the share itself if one pass is enough.
+        """
+        curve = self._lower_bound_curves[position].curve
         return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """Return the speedup to expect from a layout over the fastest one known so far.
+        """Return the speedup to expect from the most promising layout.
 
-        A fraction: 0.1 is 10 % more samples/s. Infinite if nothing ran yet.
+        It is relative to the fastest layout in which no device exceeds the batches that it ran. 0.1
+        is 10 % more samples/s. Infinite if nothing ran yet.
         """
         ran = []
         for one in self._live:
@@ -318,24 +330,24 @@ class SoloStage:
             if curve:
                 errors.append(share * curve.error)
         error = math.fsum(errors) / wanted.global_batch
-        # about half of the optimistic predictions come true
+        # on average, about half of the promised gain turns out to be real
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _would_show_more(self, device: DeviceModel, share: int) -> bool:
-        """Whether measuring this batch could show that the device is faster than assumed."""
+        """Whether measuring this batch may show that the device is faster than predicted."""
         if (
             device.solo_curve is None
-            or device.optimistic is None
+            or device.lower_bound is None
             or not self._is_new(device, share)
         ):
             return False
         if share > device.memory.largest_ran:
             return True
-        # the optimistic curve is clearly faster there
-        return device.optimistic.seconds(share) < (1 - TIE) * device.solo_curve.seconds(share)
+        # the lower bound is clearly below the fitted curve there
+        return device.lower_bound.seconds(share) < (1 - TIE) * device.solo_curve.seconds(share)
 
     def _is_new(self, device: DeviceModel, batch: int) -> bool:
-        """Whether neither this batch nor one close to it was measured on the device."""
+        """Whether neither this batch nor one close to it was measured on the device yet."""
         return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in device.points)
 
     def _probe_seconds(self, device: DeviceModel, batch: int) -> float:
@@ -344,8 +356,10 @@ class SoloStage:
         return self._budget.least_seconds(layout, _step_seconds(device, batch))
 
     def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
-        """Whether a probe of `seconds` leaves enough time for the first step over all devices."""
-        # without the first split, there is no plan
+        """Whether a probe of `seconds` leaves enough time to measure the first possible plan.
+
+        `step_seconds` is the expected step time of the probe; 0 if unknown.
+        """
         return self._budget.has_time(seconds, self._reserved_seconds, step_seconds)
 
     @cached_property
@@ -354,7 +368,6 @@ class SoloStage:
 
         0 once such a measurement exists.
         """
-        # 0 once it has run
         if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0
         plan = self._predictions.fastest_split
@@ -367,14 +380,13 @@ class SoloStage:
             return 0.0  # only larger batches can show a faster split
         return self._budget.least_seconds(layout, plan.seconds)
 
-    def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
-        """Return the batch halfway between the two measured batches with the largest ratio.
+    def _middle_of_widest_gap(self, batches: Sequence[int], least_ratio: float = 0.0) -> int:
+        """Return the batch halfway between the two neighbors with the largest ratio.
 
-        0 if that ratio is at most `wider`.
+        `batches` are in increasing order. 0 if that ratio is at most `least_ratio`.
         """
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
-        # 0 if the ratio of its batches is at most `wider`
-        if high <= wider * low:
+        if high <= least_ratio * low:
             return 0
         return (low + high) // 2 // self._quantum * self._quantum
 
@@ -383,7 +395,8 @@ class SoloStage:
     def _small_batch(self, device: DeviceModel) -> int:
         """Return the small batch that the device should run next.
 
-        That is the first one, the second one or, after running out of memory, a smaller one.
+        It is the first or the second of the two small batches that all devices run. If the device
+        ran out of memory, it is smaller.
         """
         memory = device.memory
         quantum = self._quantum
@@ -396,7 +409,6 @@ class SoloStage:
         ):
             return second
         if not memory.largest_ran:
-            # the device ran out of memory: a smaller batch
             smaller = memory.smallest_failed // BLIND_GROWTH
         elif memory.limit_bytes is not None and memory.largest_ran > quantum:
             smaller = memory.largest_ran // 2  # half of it fits, and two sizes give a line
@@ -405,19 +417,17 @@ class SoloStage:
         return max(quantum, smaller // quantum * quantum)
 
     def _choose_second_batch(self, device: DeviceModel, first: int, second: int) -> int:
-        """Return the second batch to measure on a device.
+        """Return the second batch to measure on a device, at most `second` rows.
 
-        It is smaller if steps are very slow, or if a restart after running out of memory takes
-        long.
+        `first` is the batch that it ran. The second one is smaller than usual if steps are very
+        slow, or if a restart after running out of memory would take long.
         """
         surely = device.memory.largest_in_proportion()
         if surely is None:
             return second
         if self._budget.is_expensive(self._budget.starts.after_out_of_memory):
-            # restarting a child process takes long
             likely = SAFE_GROWTH * first
         elif self._budget.time.takes_lone_steps(_step_seconds(device, second)):
-            # steps are so slow that a probe times only one
             likely = 2 * first
         else:
             return second
@@ -425,8 +435,11 @@ class SoloStage:
         return max(first + self._quantum, min(second, wanted))
 
     def _first_two_batches(self, most: int) -> tuple[int, int]:
-        """Return the two small batches that every device runs first, at most `most` rows."""
-        # 8 and 64 rows or fewer, rounded up to multiples of the quantum
+        """Return the two small batches that every device runs first, at most `most` rows.
+
+        They have 8 and 64 rows, or fewer if a requested global batch is small. Both are multiples
+        of the quantum.
+        """
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch
         second = SMALL * BLIND_GROWTH
@@ -444,17 +457,15 @@ def _step_seconds(device: DeviceModel, batch: int) -> float:
     if device.solo_curve is None:
         return 0.0
     if len(device.evidence.alone) == 1:
-        # of a single point; if steps are much longer, the probe ends after one, so little time is
-        # lost
+        # If the step takes much longer, the probe ends after one step, so little time is lost.
         return device.evidence.alone[0].seconds
     return device.solo_curve.seconds(batch)
 
 
-def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
+def _rate_upper_bound(due: Batches, devices: Sequence[DeviceModel]) -> float:
     """Return an upper bound on the samples/s that these devices reach together.
 
-    It assumes that their next batches take no longer than the first batch that each one ran.
+    It assumes that the batches in `due` take only as long as the first batch that each device ran.
     """
-    ran = [device for device in some if device.evidence.alone]
-    # the batches take no longer than the first batch that each device ran
+    ran = [device for device in devices if device.evidence.alone]
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

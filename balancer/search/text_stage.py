@@ -24,7 +24,7 @@ import msgspec
 from ..types import Failed, Layout, Probe, Stage, Timed, solo
 from .budget import Budget
 from .layouts import RETREATS, same_measurement
-from .model.step_time import WIDE
+from .model.step_time import WIDE_GAP
 from .observations import MOST_TURNS
 from .solo_stage import SMALL
 from .text_model import LARGEST_BATCH, TextModel
@@ -94,14 +94,14 @@ class TextStage:
         longest = self._problem.lengths[-1]
         tokens = max(SMALL * middle, longest)
         yield self._equal_rows(position, middle, tokens)
-        tokens *= WIDE
+        tokens *= WIDE_GAP
         # passes grow until they show the cost of tokens
         while self._worth_growing(position, longest, tokens):
             yield self._equal_rows(position, longest, tokens)
-            tokens *= WIDE
+            tokens *= WIDE_GAP
         largest = max((longest, *self._machine.single_passes(position)))
         short = self._quantile(SHORT)
-        yield self._equal_rows(position, short, max(largest // WIDE, longest), MOST_PASSES)
+        yield self._equal_rows(position, short, max(largest // WIDE_GAP, longest), MOST_PASSES)
         for length in (longest, middle, self._quantile(LONG)):
             yield self._equal_rows(position, length, largest)
 
@@ -127,7 +127,7 @@ class TextStage:
             return False
         longest_step = self._budget.time.longest_step()
         # the cost of tokens is known, or the pass would take too long
-        if max(steps) >= min(LONG_ENOUGH * min(steps), longest_step / WIDE):
+        if max(steps) >= min(LONG_ENOUGH * min(steps), longest_step / WIDE_GAP):
             return False
         most = self._problem.global_batch or self._problem.max_global_batch or LARGEST_BATCH
         limit = self._machine.token_limits[position]

@@ -1,4 +1,4 @@
-"""Collect what the observations of a search say about each device."""
+"""Collect the measurements of each device from the observations of a search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...statistics import LONE_ERROR, student
 from ...types import Failed, Observation, OutOfMemory, Stage, Timed
 from ..observations import Observations
 from .memory import Memory, read_memory
-from .step_time import LEVEL, SAME_BATCH, Point, fit_curve
+from .step_time import FLAT_TOLERANCE, SAME_BATCH, Point, fit_curve
 
 CLEAR = 2.0  # standard errors (95 %); values that differ by less may be equal
 # blocks of a typical probe (5 to 16), which convert its interval's half-width into a standard error
@@ -31,8 +31,8 @@ FEWEST_SIZES = 2
 class DeviceEvidence(msgspec.Struct, frozen=True):
     """All measurements of one device.
 
-    `rounds` is how many measurements it has alone and in one pass. `lost` is the reason why it
-    can't be used; "" if it can.
+    `rounds` is the number of rounds in which the device was measured alone, without gradient
+    accumulation. `lost` is the reason why it can't be used; "" if it can.
     """
 
     alone: tuple[
@@ -45,7 +45,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     lost: str
     alone_in_passes: tuple[Point, ...] = ()  # like `alone` and `others_idle`, but in several passes
     split_in_passes: tuple[Point, ...] = ()
-    undivided: bool = False  # a step in passes failed for a reason other than memory
+    passes_failed: bool = False  # a step in passes failed for a reason other than memory
 
     def is_unusable(self, quantum: int) -> bool:
         """Whether the device failed, or can't hold even `quantum` rows in memory."""
@@ -55,15 +55,18 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
     @property
     def best_rate(self) -> float:
-        """The highest samples/s of the device alone, while others were busy; 0 if it never ran."""
+        """The highest measured samples/s of the device in its own process; 0 if it never ran.
+
+        Other devices may have computed at the same time, each in its own process.
+        """
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:
-        """Return the step times to which the device's solo curve is fitted.
+        """Return the step times from which the device's speed on its own is estimated.
 
-        `devices` is the number of devices. If there are several, step times measured in splits or
-        while the others were idle count only for batches above the largest one measured in the solo
-        stage.
+        `devices` is the number of devices. If there are several, step times that were measured in
+        steps over several devices, or while the others were idle, count only for batches above the
+        largest one measured in the solo stage.
         """
         # with a single device, all points were measured under the same conditions
         largest = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
@@ -72,28 +75,28 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
 
 def read_device(store: Observations, position: int) -> DeviceEvidence:
-    """Collect all measurements of one device from the observations."""
+    """Collect all measurements of the device at a position."""
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
     own = _sort_by_use(by_rows)
     own.splits += store.raced_splits(position)
-    slower = _throttling_factor(store, position, own)
-    in_splits = tuple(read_points(own.splits, position, slower))
+    slowdown = _throttling_factor(store, position, own)
+    in_splits = tuple(read_points(own.splits, position, slowdown))
     return DeviceEvidence(
-        alone=tuple(read_points(own.rounds, position, slower)),
-        others_idle=tuple(read_points(own.others_idle, position, slower)),
+        alone=tuple(read_points(own.rounds, position, slowdown)),
+        others_idle=tuple(read_points(own.others_idle, position, slowdown)),
         in_splits=tuple(point for point in in_splits if point.passes == 1),
         memory=_read_memory_use(store, position, by_rows),
         rounds=len(own.rounds),
-        lost=_why_left_out(store, position, seen),
-        alone_in_passes=tuple(read_points(own.in_passes, position, slower)),
+        lost=_why_unusable(store, position, seen),
+        alone_in_passes=tuple(read_points(own.in_passes, position, slowdown)),
         split_in_passes=tuple(point for point in in_splits if point.passes > 1),
-        undivided=any(_may_blame_passes(position, one) for one in seen),
+        passes_failed=any(_may_blame_passes(position, one) for one in seen),
     )
 
 
 class _ObservationsByUse(msgspec.Struct):
-    """The observations of one device, by the conditions in which they were made."""
+    """The observations of one device, by what else ran at the same time."""
 
     # alone in one pass, while the other devices computed too
     rounds: list[Observation] = []
@@ -121,14 +124,16 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
 
 
 def _may_blame_passes(position: int, seen: Observation) -> bool:
-    """Whether a probe failed while using gradient accumulation, which may be the cause."""
+    """Whether a probe failed that used gradient accumulation, which may be the cause."""
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
 
 
 def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Return the device's memory use by micro-batch, and the micro-batches that didn't fit."""
-    # a batch size is the number of rows in one pass
+    """Make the device's memory model, by the number of rows in a gradient-accumulation pass.
+
+    `by_rows` are the device's observations of layouts whose rows all cost the same.
+    """
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
     ran: list[int] = []
@@ -181,18 +186,21 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
     """Whether a probe probably failed because its batch is too large for a kernel.
 
-    That is if it was larger than every batch that ran on the device.
+    This is assumed if the batch was larger than every batch that ran on the device.
     """
     layout = seen.probe.layout
     if layout.active != (position,) or layout.in_passes or seen.cause == "device":
         return False
     ran = store.largest_alone(position)
-    # some kernels only support batches up to some size: the device remains usable with smaller ones
+    # the device remains usable with smaller batches
     return ran >= 1 and layout.shares[position] > ran
 
 
-def _why_left_out(store: Observations, position: int, explored: Sequence[Observation]) -> str:
-    """Return the reason why the device can't be used, or "" if it can."""
+def _why_unusable(store: Observations, position: int, explored: Sequence[Observation]) -> str:
+    """Return the reason why the device can't be used, or "" if it can.
+
+    `explored` are the device's observations from before the final comparison.
+    """
     if position in store.gone:
         return store.gone[position]
     for seen in explored:
@@ -210,7 +218,7 @@ def _why_left_out(store: Observations, position: int, explored: Sequence[Observa
 
 def _throttling_factor(store: Observations, position: int, own: _ObservationsByUse) -> float:
     """Return how many times slower the device is because it is throttled; 1.0 if it isn't."""
-    throttled = _list_if_still_throttled(store, position)
+    throttled = _throttled_until_now(store, position)
     unthrottled = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
     unthrottled_curve = fit_curve(unthrottled) if throttled else None
     if unthrottled_curve is None:
@@ -222,8 +230,8 @@ def _throttling_factor(store: Observations, position: int, own: _ObservationsByU
     return max(1.0, median(ratios or [1.0]))
 
 
-def _list_if_still_throttled(store: Observations, position: int) -> list[Timed]:
-    """Return the device's throttled measurements, or nothing if it has recovered."""
+def _throttled_until_now(store: Observations, position: int) -> list[Timed]:
+    """Return the measurements in which the device was throttled; empty if it has recovered."""
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
     checks = [one for one in later if one.probe.stage == Stage.CHECK]
@@ -241,14 +249,15 @@ def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point
     return read_points([one for one in timed if not one.held_back()], position)
 
 
-def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0) -> Iterator[Point]:
+def read_points(
+    seen: Sequence[Observation], position: int, slowdown: float = 1.0
+) -> Iterator[Point]:
     """Yield the step times of a device from its measurements.
 
-    `slower` is how many times slower the device is now because it is throttled. Step times measured
-    without throttling are multiplied by it.
+    `slowdown` is how many times slower the device is now because it is throttled. If it is above 1,
+    all measurements are used, and step times measured without throttling are multiplied by it. If
+    it is 1, throttled measurements are used only if there are no others.
     """
-    # if `slower` is 1, measurements in which the device was throttled are used only if there are no
-    # others; if it is larger, all are used, and the times without throttling are multiplied by it
     measured = [
         (observation, _own_seconds(observation, position))
         for observation in seen
@@ -256,7 +265,7 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
     ]
     measured = [(one, seconds) for one, seconds in measured if seconds]
     unthrottled = [(one, seconds) for one, seconds in measured if not one.held_back(position)]
-    if unthrottled and slower == 1:
+    if unthrottled and slowdown == 1:
         measured = unthrottled
     # A probe ends once its interval is narrow enough, so an error is often too small by chance. It
     # is raised to the error expected from the median noise, but at most by LUCKY, because steps of
@@ -266,7 +275,7 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
         layout = one.probe.layout
         error = step_error(one)
         expected = noise / math.sqrt(max(1, one.steps))
-        seconds_now = seconds if one.held_back(position) else slower * seconds
+        seconds_now = seconds if one.held_back(position) else slowdown * seconds
         yield Point(
             layout.shares[position],
             seconds_now,
@@ -276,7 +285,7 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 
 
 def _typical_noise(seen: Iterable[Timed]) -> float:
-    """Return the median relative noise of a single step."""
+    """Return the relative standard deviation of a single step, as a median of all probes."""
     # a probe with a single step doesn't show its noise
     certain = (timed for timed in seen if not timed.lone)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
@@ -284,8 +293,10 @@ def _typical_noise(seen: Iterable[Timed]) -> float:
 
 
 def _own_seconds(seen: Timed, position: int) -> float:
-    """Return the device's compute time in a step, in seconds; 0 if unknown."""
-    # that of the whole step if the device ran alone
+    """Return the device's compute time in a step, in seconds; 0 if unknown.
+
+    If it wasn't reported and the device ran alone, this is the whole step time.
+    """
     own = seen.device_seconds[position]
     if own:
         return own
@@ -293,7 +304,10 @@ def _own_seconds(seen: Timed, position: int) -> float:
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
-    """Raise the error of each step time by the typical drift between repeated measurements."""
+    """Return the devices with the errors of their step times raised by the machine's drift.
+
+    Drift is how much repeated measurements of the same batch typically differ beyond their noise.
+    """
     # without the additional 0, a single pair of points, which one disturbance may have changed,
     # would be taken for drift
     drift = median_low([0.0, *_list_drifts(devices)])
@@ -313,18 +327,21 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield the relative drift between measurements of nearly the same batch; 0 within noise."""
+    """Yield how much two measurements of nearly the same batch differ, as a fraction.
+
+    0 if the difference is within their noise.
+    """
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
             rows = abs(math.log(a.batch / b.batch))
-            if rows <= LEVEL:
+            if rows <= FLAT_TOLERANCE:
                 gap, error = _log_ratio(a, b)
                 moved = abs(gap) - rows / 2
                 yield moved if moved > CLEAR * error else 0.0
 
 
 def relative_error(seen: Timed) -> float:
-    """Return the standard error of a measured step time, as a fraction of it."""
+    """Return the relative standard error of a measured step time, by its interval."""
     if seen.step_seconds <= 0:
         return 1.0
     half = (seen.high_seconds - seen.low_seconds) / 2
@@ -332,22 +349,24 @@ def relative_error(seen: Timed) -> float:
 
 
 def step_error(seen: Timed) -> float:
-    """Return the relative standard error of a step time; a typical value for a single step."""
+    """Return the relative standard error of a measured step time.
+
+    If the probe timed a single step, which has no interval, it is a typical value.
+    """
     return LONE_ERROR if seen.lone else relative_error(seen)
 
 
-# ---------------------------------------------------------------------- indistinguishable devices
+# ---------------------------------------------------------------------- equally fast devices
 
 
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
-    """Group devices that are equally fast within noise.
+    """Group devices that are equally fast within noise; return their positions.
 
-    `limits` are the fractions of the hardware that each device may use. Devices with different
-    limits are never in the same group.
+    `limits` are the fractions of its hardware that each device may use in training. Devices with
+    different limits are never in the same group.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
-    # in the training, such devices may use different fractions of the hardware
     part = limits or (0,) * len(devices)
 
     def same(one: int, other: int) -> bool:
@@ -357,9 +376,10 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
-    """Group positions by an equality that holds only approximately.
+    """Group device positions by a relation that isn't transitive, such as equality within noise.
 
-    Each position joins the last group for whose first member `same` is true, or starts a new one.
+    Each position joins the newest group for whose first member `same` is true. If there is none, it
+    starts a new group.
     """
     groups: list[list[int]] = []
     for position in order:
@@ -382,13 +402,13 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """Whether the step times of two devices can't come from one curve that rises."""
+    """Whether no single non-decreasing curve explains the step times of both devices."""
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
         noise = BATCH_ERRORS * math.hypot(a.sure_error, b.sure_error)
         gap = math.log(fewer.seconds / more.seconds)
         rows = math.log(more.batch / fewer.batch)
-        if gap > noise or (rows <= LEVEL and -gap > rows + noise):
+        if gap > noise or (rows <= FLAT_TOLERANCE and -gap > rows + noise):
             return True
     return False
 
@@ -396,24 +416,24 @@ def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
     """Return the logarithm of the ratio of two step times, and its standard error.
 
-    Small differences of the batches are corrected for.
+    A small difference between the two batches is corrected for.
     """
-    # corrected for a small difference of the batches: times grow with the square root, between a
-    # level curve and proportional growth
+    # times are assumed to grow with the square root of the batch, which is between constant time
+    # and growth in proportion
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)
     return gap, math.hypot(one.sure_error, other.sure_error)
 
 
-def is_noise(gaps: Iterable[tuple[float, float]]) -> bool:
-    """Whether differences, given with their standard errors, are consistent with zero.
+def is_noise(differences: Iterable[tuple[float, float]]) -> bool:
+    """Whether all differences may be due to noise.
 
-    False for fewer than two of them.
+    Each is a difference with its standard error. False for fewer than two of them.
     """
     total = 0.0
     mean = 0.0
     count = 0
     # return early: 1024 devices have half a million pairs to compare per decision
-    for gap, error in gaps:
+    for gap, error in differences:
         if abs(gap) > BATCH_ERRORS * error:
             return False
         total += 1 / error**2

@@ -1,12 +1,12 @@
-"""Predicts the largest batch that fits in a device's memory.
+"""Predict the largest batch that fits in a device's memory.
 
-Peak memory is extrapolated with the line through the two largest measured batches ("memory line").
-The next guess is the batch at which the line reaches the device's memory.
+Peak memory is extrapolated by the line through the two largest measured batches, the memory line.
+The predicted limit is the batch at which the line reaches the size of the device's memory.
 
-If that runs out of memory, the line is wrong. From then on, the next attempt is between the largest
-batch that ran and the smallest that failed. It is nearer to the batch that ran, a quarter of the
-gap above it, because a failure costs more than a batch that runs. If memory use in bytes is
-unknown, the batch grows by a factor until it fails.
+If that batch runs out of memory, the line is wrong. From then on, the next attempt is between the
+largest batch that ran and the smallest that failed. It is a quarter of the way up, because a
+failure costs more time than a batch that runs. If the memory use in bytes is unknown, the batch
+grows by a constant factor until it fails.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import cached_property
 
 import msgspec
 
-from .step_time import LEVEL, SAME_BATCH, WIDE
+from .step_time import FLAT_TOLERANCE, SAME_BATCH, WIDE_GAP
 
 # fraction of the predicted batch left as headroom: allocators round up, and a restart takes 3 s
 MARGIN = 0.003
@@ -34,10 +34,10 @@ UNBOUNDED = 1 << 30  # samples
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
-    """A device's peak memory by batch, and which batches ran or ran out of memory.
+    """A device's peak memory by batch, and the batches that ran or ran out of memory.
 
-    `points` are pairs of a batch and its peak in bytes, in increasing order of batch. A
-    `limit_bytes` of None means that the device's memory is unknown.
+    `points` are pairs of a batch and its peak in bytes, in increasing order of batch.
+    `limit_bytes` is the size of the device's memory; None if unknown.
     """
 
     limit_bytes: int | None
@@ -48,12 +48,13 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def distinct_points(self) -> tuple[tuple[int, int], ...]:
-        """The measured points that differ enough in batch to fit a line to them."""
-        # from the largest batch down, each batch is kept that is clearly smaller than the last one
-        # kept
+        """The measured points without those whose batch is nearly that of a larger one.
+
+        A line through two nearly equal batches would be meaningless.
+        """
         kept: list[tuple[int, int]] = []
         for point in reversed(self.points):
-            if not kept or point[0] <= (1 - LEVEL) * kept[-1][0]:
+            if not kept or point[0] <= (1 - FLAT_TOLERANCE) * kept[-1][0]:
                 kept.append(point)
         if len(kept) > 1:
             return tuple(reversed(kept))
@@ -61,9 +62,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """The bytes without rows and the bytes per row, by the line through two measured points.
+        """Intercept in bytes and slope in bytes per row of the peak memory.
 
-        The points are those of the two largest batches that differ enough. None with fewer points.
+        The line goes through the points of the two largest batches that aren't nearly equal. None
+        with fewer than two such batches.
         """
         if len(self.distinct_points) < 2:
             return None
@@ -94,34 +96,38 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _slope_increase(self) -> float:
-        """Return how much the bytes per row grew between the last batches; 0 if they didn't."""
+        """Return how much the bytes per row have increased at the largest batches.
+
+        This is the slope between the last two of three points, minus the slope between the first
+        two. 0 if it is small, or with fewer points.
+        """
         if len(self.distinct_points) < 3:
             return 0.0
         (b0, m0), (b1, m1), (b2, m2) = self.distinct_points[-3:]
-        # the slope to the last point minus the slope before it, if memory clearly grows faster
         before, last = (m1 - m0) / (b1 - b0), (m2 - m1) / (b2 - b1)
-        return last - before if last > before * (1 + LEVEL) else 0.0
+        return last - before if last > before * (1 + FLAT_TOLERANCE) else 0.0
 
     def largest_in_proportion(self) -> int | None:
-        """Return a batch that is sure to fit even if memory grows in proportion to the batch.
+        """Return the largest batch that fits if memory grows in proportion to the batch.
 
-        Used to choose the second batch: None unless exactly one batch has run and none has failed.
+        It is sure to fit, because a part of the memory doesn't grow. Used to choose the second
+        batch: None unless exactly one batch has run and none has failed.
         """
         if self.smallest_failed is not None or len(self.points) != 1 or self.limit_bytes is None:
             return None
-        # safe, because a part of the memory use is fixed, so it grows less than this
         rows, used = self.points[0]
         return int(rows * self.limit_bytes / used) if used else None
 
-    def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
+    def largest_to_try(self, cap: int, quantum: int = 1, just_below_failure: bool = False) -> int:
         """Return the largest batch that a probe of the device alone should try.
 
         It is the predicted limit or, without a prediction, a multiple of the largest batch that
-        ran. After a failure, it lies between that batch and the one that failed. 0 if no batch can
-        fit.
+        ran. After a failure, it lies between the largest batch that ran and the smallest that
+        failed. 0 if no batch can fit.
 
-        - `cap`: the most rows to return; the result is a multiple of `quantum`.
-        - `optimistic`: after a single failure, assume that a slightly smaller batch fits.
+        - `cap`: the most rows to return.
+        - `quantum`: the result is a multiple of it.
+        - `just_below_failure`: after a single failure, assume that a slightly smaller batch fits.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (
@@ -134,7 +140,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
             return max(self.largest_ran, min(guess, cap)) // quantum * quantum
         if self.smallest_failed is None:
             wanted = self.largest_ran * BLIND_GROWTH
-        elif optimistic and self.failure_count < 2:
+        elif just_below_failure and self.failure_count < 2:
             wanted = self.smallest_failed - quantum
         else:
             wanted = self._middle(self.smallest_failed)
@@ -143,8 +149,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """Return the largest micro-batch to try in a step over several devices.
 
-        It is the predicted limit. Without a prediction, it is the largest that ran or, if `bold` is
-        set, more. The result is a multiple of `quantum`, and at most `cap`.
+        It is the predicted limit. Without a prediction, it is the largest batch that ran. With
+        `bold`, it may then be larger than that. The result is a multiple of `quantum`, and at most
+        `cap`.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
@@ -153,15 +160,19 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _line_is_refuted(self) -> bool:
-        """Whether two failures show that the predicted limit is too high."""
+        """Whether at least two failures have shown that the predicted limit is too high.
+
+        Also true if there were two failures and no limit can be predicted.
+        """
         if self.failure_count < 2:
             return False
         guess = self.predict_largest()
         return guess is None or self.smallest_failed is None or guess >= self.smallest_failed
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
-        """Return the largest batch that is sure to fit: one that ran, or slightly more.
+        """Return the largest batch that is sure to fit.
 
+        It ran, or it is slightly larger and needs clearly less than the device's memory.
         The result is a multiple of `quantum`, and at most `cap`.
         """
         safe = self.largest_ran
@@ -173,8 +184,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_within(self, limit_bytes: float) -> int:
         """Return the largest batch that needs at most `limit_bytes`.
 
-        It is interpolated between the measured points, of which there must be at least one, and
-        extrapolated beyond them. UNBOUNDED if memory doesn't grow with the batch.
+        The measured points are interpolated linearly, and extrapolated beyond them. There must be
+        at least one. UNBOUNDED if memory doesn't grow with the batch.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         above = bisect_left(points, limit_bytes, key=lambda point: point[1])
@@ -186,7 +197,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, int(b1 + (limit_bytes - m1) / slope))
 
     def _middle(self, failed: int) -> int:
-        if self.limit_bytes is None and self.largest_ran and failed > WIDE * self.largest_ran:
+        if self.limit_bytes is None and self.largest_ran and failed > WIDE_GAP * self.largest_ran:
             return int((self.largest_ran * failed) ** 0.5)
         return self.largest_ran + (failed - self.largest_ran) // 4
 
@@ -194,12 +205,12 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 def read_memory(
     limit_bytes: int | None, points: Mapping[int, int], ran: Iterable[int], full: Collection[int]
 ) -> Memory:
-    """Return the memory model of a device.
+    """Make the memory model of a device from its measurements.
 
-    - `limit_bytes`: the device's memory; None if unknown.
+    - `limit_bytes`: size of the device's memory; None if unknown.
     - `points`: peak bytes by batch.
-    - `ran`: batches that fitted.
-    - `full`: batches that ran out of memory.
+    - `ran`: the batches that fitted.
+    - `full`: the batches that ran out of memory.
     """
     failed = min(full, default=None)
     largest = max((batch for batch in ran if failed is None or batch < failed), default=0)

@@ -1,15 +1,15 @@
-"""Fits a device's step time as a rising function of its batch.
+"""Fit a device's step time as a non-decreasing function of its batch size.
 
-The points are few and noisy, and the curve is the simplest that fits them:
+The measurements are few and noisy. Of these functions, the first that fits them is used:
 
-- a straight line (fixed cost + cost per sample)
-- flat up to some batch, and a line from there
-- a step function, because kernels compute rows in tiles ("stairs")
-- a line that is bent towards the points; each point's deviation from the line is shrunk by the
-  fraction that noise explains
+- a straight line: a fixed cost, and a cost per row
+- a plateau (constant time) up to some batch, and a straight line from there
+- a piecewise-constant function, because kernels compute rows in tiles
+- a line with bends at the measured batches; each measurement's deviation from the line is reduced
+  by the fraction of it that noise explains
 
-The curve must rise so that it can be inverted. If a larger batch took less time than a smaller one,
-the smaller one is therefore assumed to need no more time than the larger.
+The function must not decrease, so that it can be inverted. If a larger batch took less time than a
+smaller one, the smaller one is therefore assumed to take no longer than the larger one.
 """
 
 from __future__ import annotations
@@ -27,28 +27,34 @@ from evener.shares.curves import ROUNDING, Curve
 
 # relative; points that are closer are merged, because the slope between them would be noise
 SAME_BATCH = 0.02
-# relative; times that differ by less may be level, and slopes equal; between batches that differ by
-# less, the rounding of allocators dominates
-LEVEL = 0.05
+# relative; two times that differ by less may be on one plateau, and two slopes that differ by less
+# may be equal; between batches that differ by less, the rounding of allocators dominates
+FLAT_TOLERANCE = 0.05
 # relative; least error of any timing: recorded H200 probes differ by ±0.04 %
 LEAST_ERROR = 0.0005
 # a line fits if no point is off by more than this many of its errors, as in 95 % of small fits
 LINE_ERRORS = 2.5
-# ratio of two batches: a wider gap may hide a peak and the width of stairs, so passes of texts grow
-# by this factor; a wider gap between a batch that ran and one that failed, with unknown bytes, is
-# cut at its geometric mean
-WIDE = 4
-FEWEST = 4  # points of stairs: one more than a level stretch followed by a line needs
-LEAN = 0.04  # fraction of the rise by which time may differ within one level of the stairs
-TILES = [1 << power for power in range(12, 0, -1)]  # samples; stair widths that are tried
+# ratio of two batches: between batches with a larger ratio, a peak may be hidden, and the width of
+# plateaus, so passes of texts grow by this factor; with a larger ratio between a batch that ran and
+# one that failed, if bytes are unknown, the next batch is the geometric mean of the two
+WIDE_GAP = 4
+# to fit a piecewise-constant function: one more than a plateau followed by a line needs
+FEWEST_POINTS = 4
+# fraction of the rise between plateaus by which times on one plateau may differ
+PLATEAU_TOLERANCE = 0.04
+TILE_ROWS = [1 << power for power in range(12, 0, -1)]  # plateau widths to try, in rows
 CURVES_KEPT = 512  # cache size: the curves of 16 devices in about twenty rounds
-MOST_STAIRS = 200  # in one curve; limits the time to evaluate it
+MOST_PLATEAUS = 200  # in one curve; limits the time to evaluate it
 
 Sample = tuple[float, float, float]  # x, y, weight
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A measured step time: batch, seconds, relative standard error, and number of passes."""
+    """A measured step time.
+
+    It has the batch in rows, the seconds of a step, their relative standard error, and the number
+    of gradient-accumulation passes.
+    """
 
     batch: int
     seconds: float
@@ -57,7 +63,7 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def sure_error(self) -> float:
-        """The relative standard error, raised to a minimum because no timing is exact."""
+        """The relative standard error, at least the one that even the best timing has."""
         return max(self.error, LEAST_ERROR)
 
     @property
@@ -67,33 +73,34 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def tolerance_seconds(self) -> float:
-        """The largest difference, in seconds, between the measurement and a curve that fits it."""
+        """The largest difference, in seconds, that a fitted curve may have from the measurement."""
         return LINE_ERRORS * self.sure_error * self.seconds
 
 
-def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
-    """Fit a curve of the step time by batch; None if there are no measurements.
+def fit_curve(points: Iterable[Point], device_count: int = 1) -> Curve | None:
+    """Fit the step time as a function of the batch; None if there are no measurements.
 
-    `among` is the number of devices in a step. The more there are, the more cautious is a
-    step-shaped curve about where it jumps.
+    `device_count` is the number of devices that compute a step together. It matters only for a
+    piecewise-constant curve: the more devices, the smaller are the batches at which it is assumed
+    to jump.
     """
-    return _fit_points(tuple(points), among)
+    return _fit_points(tuple(points), device_count)
 
 
 @lru_cache(CURVES_KEPT)
-def _fit_points(points: tuple[Point, ...], among: int) -> Curve | None:
+def _fit_points(points: tuple[Point, ...], device_count: int) -> Curve | None:
     merged = merge_points(points)
     if not merged:
         return None
     if len(merged) == 1:
-        return _level_curve(merged[0])
+        return _curve_through_one(merged[0])
     line, worst = _simplest_curve(merged)
     error = median(p.error for p in merged)  # a rough point says nothing about the others
     if worst <= LINE_ERRORS:
         return msgspec.structs.replace(line, simple=True, error=error)
-    stairs = fit_stairs(points)
-    if stairs:
-        return stairs.curve(merged[-1].batch, error, among)
+    piecewise = fit_piecewise_constant(points)
+    if piecewise:
+        return piecewise.curve(merged[-1].batch, error, device_count)
     bends = _bend_factors(merged, line)
     if not bends:
         return msgspec.structs.replace(line, simple=False, error=error)
@@ -103,17 +110,21 @@ def _fit_points(points: tuple[Point, ...], among: int) -> Curve | None:
     return Curve(batches, tuple(times), line.slope * bends[-1][1], False, error)
 
 
-def _level_curve(point: Point) -> Curve:
-    """Return a curve through one measurement: flat up to it, then in proportion to the batch."""
+def _curve_through_one(point: Point) -> Curve:
+    """Return a curve through a single measurement.
+
+    It is constant up to the measured batch, and then grows in proportion to the batch.
+    """
     batches = (0.0, float(point.batch))
     times = (point.seconds, point.seconds)
     return Curve(batches, times, point.seconds / point.batch, True, point.error)
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
-    """Average measurements whose batches and times hardly differ, in increasing order of batch.
+    """Average measurements with nearly the same batch and the same time within noise.
 
-    `near` is the largest relative difference of the batches.
+    `near` is the largest relative difference of two batches that are averaged. The result is in
+    increasing order of batch.
     """
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
@@ -145,42 +156,42 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Return a line, or a flat curve followed by a line, whichever fits better.
+    """Fit a line, or a plateau followed by a line, whichever fits better.
 
-    The second value is the largest deviation of a measurement, in standard errors.
+    Returns the curve and the largest deviation of a measurement from it, in standard errors.
     """
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
     if worst <= LINE_ERRORS or len(points) < 3:
         return line, worst
-    curves = [line, *(_knee_curve(points, cut) for cut in range(1, len(points)))]
+    curves = [line, *(_plateau_then_line(points, count) for count in range(1, len(points)))]
     return min(
         ((curve, _worst_residual(points, curve)) for curve in curves), key=lambda pair: pair[1]
     )
 
 
-def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
-    """Return a curve that is flat through the first `cut` measurements, then a line."""
-    before = points[:cut]
-    rest = points[cut:]
+def _plateau_then_line(points: Sequence[Point], plateau_count: int) -> Curve:
+    """Fit a plateau to the first `plateau_count` measurements, and a line to the others."""
+    before = points[:plateau_count]
+    rest = points[plateau_count:]
     weights = math.fsum(p.weight for p in before)
-    level = math.fsum(p.weight * p.seconds for p in before) / weights
+    plateau = math.fsum(p.weight * p.seconds for p in before) / weights
     if len(rest) > 1:
         fixed, slope = rising_line(_weighted(rest), intercept_not_negative=False)
-        return _straight_curve(fixed, slope, level)
-    # one point on the slope: the knee is unknown; the line is steepest after the longest level
-    # stretch
-    left = points[cut - 1]
-    slope = max(0.0, (rest[0].seconds - level) / max(1, rest[0].batch - left.batch))
-    return _straight_curve(level - slope * left.batch, slope, level)
+        return _straight_curve(fixed, slope, plateau)
+    # With one point after the plateau, the plateau's end is unknown. The longest possible one is
+    # assumed, so the line is as steep as possible.
+    left = points[plateau_count - 1]
+    slope = max(0.0, (rest[0].seconds - plateau) / max(1, rest[0].batch - left.batch))
+    return _straight_curve(plateau - slope * left.batch, slope, plateau)
 
 
-def _straight_curve(fixed: float, slope: float, flat: float = 0.0) -> Curve:
-    """Return the curve `fixed + slope * batch`, but at least `flat` seconds."""
-    if slope > 0 and flat > fixed:
-        # level up to the knee, where both terms are equal
-        return Curve((0.0, (flat - fixed) / slope), (flat, flat), slope)
-    begin = max(flat, fixed)
+def _straight_curve(fixed: float, slope: float, least: float = 0.0) -> Curve:
+    """Return the curve `fixed + slope * batch`, but at least `least` seconds."""
+    if slope > 0 and least > fixed:
+        # a plateau up to the batch at which both are equal
+        return Curve((0.0, (least - fixed) / slope), (least, least), slope)
+    begin = max(least, fixed)
     return Curve((0.0, 1.0), (begin, begin + slope), slope)
 
 
@@ -193,7 +204,7 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return each measurement's ratio to the line, with the effect of noise removed.
+    """Return each measured batch with the ratio of its time to the line's, less noise.
 
     Empty if noise explains all deviations from the line.
     """
@@ -210,7 +221,10 @@ def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float
 
 
 def make_rising(times: Sequence[float]) -> list[float]:
-    """Lower the times where needed, so that no batch takes longer than a larger one."""
+    """Lower times where needed, so that no batch takes longer than a larger batch.
+
+    `times` are in increasing order of batch.
+    """
     # a larger batch may take less time with a faster kernel, which smaller batches could then use
     # too
     return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
@@ -221,8 +235,8 @@ def rising_line(
 ) -> tuple[float, float]:
     """Fit a line by weighted least squares, with a slope of at least 0.
 
-    Returns the intercept and the slope. `intercept_not_negative` forces a line with a negative
-    intercept through 0.
+    Returns the intercept and the slope. With `intercept_not_negative`, a line whose intercept would
+    be negative is fitted with an intercept of 0 instead.
     """
     total = math.fsum(w for _, _, w in samples)
     mean_x = math.fsum(w * x for x, _, w in samples) / total
@@ -242,12 +256,11 @@ def rising_line(
 def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
     """Return the overhead of each further gradient-accumulation pass, in seconds.
 
-    `steps` are measured steps with several passes, and `curve` gives the time of single passes. The
-    overhead may be negative, but a further pass of `rows` rows always takes at least 5 % of a
-    single pass.
+    `steps` are measured steps with several passes, and `curve` is the time of a step with a single
+    pass. The overhead is negative if a part of the step, such as the optimizer's, isn't repeated.
+    But a further pass of `rows` rows is assumed to take at least 5 % of a whole step with these
+    rows, so that passes never seem nearly free.
     """
-    # a pass of `rows` rows is assumed to take at least `LEVEL` (5 %) of the time of these rows, so
-    # that further passes never seem nearly free
     weights = []
     found = []
     for point in steps:
@@ -255,78 +268,84 @@ def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
         alone = point.passes * curve.seconds(point.batch / point.passes)
         found.append((point.seconds - alone) / further)
         weights.append((further / point.seconds) ** 2 * point.weight)
-    # negative if a part of a step, such as the optimizer's, isn't repeated in each pass
     mean = math.fsum(w * x for w, x in zip(weights, found, strict=True)) / math.fsum(weights)
-    return max(mean, (LEVEL - 1) * curve.seconds(rows))
+    return max(mean, (FLAT_TOLERANCE - 1) * curve.seconds(rows))
 
 
-# ---------------------------------------------------------------------- stairs
+# ---------------------------------------------------------------------- piecewise-constant curves
 
 
-class Stairs(msgspec.Struct, frozen=True):
-    """A step-shaped curve: times rise in equal steps, because kernels compute rows in tiles.
+class PiecewiseConstant(msgspec.Struct, frozen=True):
+    """A step time that is constant within ranges of batches, and jumps between them.
 
-    - `first`, `rise`: seconds of level 0, and of each further level.
-    - `least`: the lowest time in seconds.
-    - `corners`: the extreme combinations that fit the points: levels per row, and the lowest
-      and the highest shift in levels.
+    Kernels compute rows in tiles, so a batch takes as long as one that fills its last tile. All
+    ranges ("plateaus") have the same number of rows, and all jumps the same height. Plateaus are
+    numbered from 0, which is the plateau of the smallest measured batch.
+
+    - `first_seconds`: step time of plateau 0.
+    - `rise_seconds`: height of each jump.
+    - `least_seconds`: the lowest step time; no batch is assumed to be faster.
+    - `vertices`: the vertices of the region of parameters that agree with all measurements. Each is
+      the number of plateaus per row, and the lowest and the highest offset, in plateaus.
     """
 
-    first: float
-    rise: float
-    least: float
-    corners: tuple[tuple[float, float, float], ...]
+    first_seconds: float
+    rise_seconds: float
+    least_seconds: float
+    vertices: tuple[tuple[float, float, float], ...]
 
-    def curve(self, largest: int, error: float, among: int = 1) -> Curve:
-        """Return the step function as a curve up to the batch `largest`.
+    def curve(self, largest: int, error: float, device_count: int = 1) -> Curve:
+        """Return the step time as a curve, piecewise constant up to the batch `largest`.
 
-        The batch at which a level ends is known only as a range. With more devices (`among`), a
-        smaller batch of it is assumed, because one late device delays all. `error` is the relative
-        standard error of a typical point. Beyond the steps, the curve is a straight line.
+        Beyond that batch, the curve is a straight line. `error` is the relative standard error of a
+        typical measurement.
+
+        The batch at which a plateau ends is only known to lie in a range. The more devices there
+        are (`device_count`), the smaller is the batch that is assumed, because a step waits for
+        its slowest device.
         """
-        # the batch at which a level ends is known only to be in a range; the curve assumes a
-        # smaller batch of this range for more devices
         knots: dict[float, float] = {}
-        levels_per_sample = math.fsum(slope for slope, _, _ in self.corners) / len(self.corners)
-        lowest_shift = min(least for _, least, _ in self.corners)
+        plateaus_per_row = math.fsum(slope for slope, _, _ in self.vertices) / len(self.vertices)
+        lowest_offset = min(lowest for _, lowest, _ in self.vertices)
         begin = 0
-        first_level = math.ceil(levels_per_sample + lowest_shift)
-        for level in range(first_level, first_level + MOST_STAIRS):
-            earliest_end, latest_end = self._range_of_level_end(level)
+        first = math.ceil(plateaus_per_row + lowest_offset)
+        for plateau in range(first, first + MOST_PLATEAUS):
+            earliest_end, latest_end = self._range_of_plateau_end(plateau)
             # A larger fraction x of the range gives devices more rows in the same time, but one
-            # device beyond its level delays all. For n devices, the expected gain is proportional
+            # device beyond its plateau delays all. For n devices, the expected gain is proportional
             # to x * (1 - x)**n, which is highest at x = 1 / (n + 1).
-            end = min(earliest_end + (latest_end - earliest_end) // (among + 1), largest)
+            end = min(earliest_end + (latest_end - earliest_end) // (device_count + 1), largest)
             if end >= max(begin, 1):
-                seconds = max(self.least, self.first + self.rise * level)
+                seconds = max(self.least_seconds, self.first_seconds + self.rise_seconds * plateau)
                 knots[float(begin)] = seconds
                 knots[float(end)] = seconds
                 begin = end + 1
             if end == largest:
                 break
-        return Curve(
-            tuple(knots), tuple(knots.values()), self.rise * levels_per_sample, error=error
-        )
+        slope = self.rise_seconds * plateaus_per_row
+        return Curve(tuple(knots), tuple(knots.values()), slope, error=error)
 
-    def _range_of_level_end(self, level: int) -> tuple[int, int]:
-        """Return the smallest and the largest batch at which a level may end."""
+    def _range_of_plateau_end(self, plateau: int) -> tuple[int, int]:
+        """Return the smallest and the largest batch that may be the last one of a plateau."""
         earliest = min(
-            math.floor((level - most) / each + ROUNDING) for each, _, most in self.corners
+            math.floor((plateau - highest) / per_row + ROUNDING)
+            for per_row, _, highest in self.vertices
         )
         latest = max(
-            math.ceil((level - least) / each - ROUNDING) - 1 for each, least, _ in self.corners
+            math.ceil((plateau - lowest) / per_row - ROUNDING) - 1
+            for per_row, lowest, _ in self.vertices
         )
         return earliest, max(earliest, latest)
 
 
 @lru_cache(CURVES_KEPT)
-def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
-    """Fit a step function to measured step times.
+def fit_piecewise_constant(measured: tuple[Point, ...]) -> PiecewiseConstant | None:
+    """Fit a piecewise-constant function to measured step times.
 
-    None if it doesn't fit, or with fewer than four measurements.
+    None if no such function fits, or with fewer than four measurements.
     """
     points = merge_points(measured, 0.0)
-    if len(points) < FEWEST:
+    if len(points) < FEWEST_POINTS:
         return None
     low = points[0].seconds
     high = points[-1].seconds
@@ -335,51 +354,56 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
         rise = (high - low) / count
         if rise < LINE_ERRORS * error:  # a smaller rise could fit any points
             break
-        levels = [round((point.seconds - low) / rise) for point in points]
-        repeated = len(set(levels)) < len(levels)
-        if repeated and _shows_width(points, levels):
-            found = _fit_stairs_to_levels(points, levels)
+        plateaus = [round((point.seconds - low) / rise) for point in points]
+        repeated = len(set(plateaus)) < len(plateaus)
+        if repeated and _limits_width(points, plateaus):
+            found = _fit_to_plateaus(points, plateaus)
             if found:
                 return found
     return None
 
 
-def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
-    """Whether the measurements limit how many rows one level of the step function has."""
-    rise = bisect_left(levels, levels[0] + 1)
-    # three levels, or two whose nearest batches aren't far apart
-    return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
+def _limits_width(points: Sequence[Point], plateaus: Sequence[int]) -> bool:
+    """Whether the measurements limit how many rows a plateau may have.
 
-
-def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the step function in which each measurement is on the given level.
-
-    None if a measurement deviates by more than its error.
+    `plateaus` is the number of each measurement's plateau.
     """
-    # levels are counted from 0 at the smallest batch
+    rise = bisect_left(plateaus, plateaus[0] + 1)
+    # three plateaus, or two whose nearest batches aren't far apart
+    return len(set(plateaus)) > 2 or points[rise].batch <= WIDE_GAP * points[rise - 1].batch
+
+
+def _fit_to_plateaus(points: Sequence[Point], plateaus: Sequence[int]) -> PiecewiseConstant | None:
+    """Return the piecewise-constant function with each measurement on its given plateau.
+
+    `plateaus` is the number of each measurement's plateau. None if a measurement deviates by more
+    than its error.
+    """
     samples = [
         (float(n), p.seconds, 1 / p.tolerance_seconds**2)
-        for n, p in zip(levels, points, strict=True)
+        for n, p in zip(plateaus, points, strict=True)
     ]
+    # all jumps have the same height, so the times of plateaus are on a line
     first, rise = rising_line(samples, intercept_not_negative=False)
-    for level, point in zip(levels, points, strict=True):
-        # levels are at equal distances
-        missed = abs(first + rise * level - point.seconds)
-        if missed > point.tolerance_seconds + LEAN * min(rise, point.seconds):
+    for plateau, point in zip(plateaus, points, strict=True):
+        deviation = abs(first + rise * plateau - point.seconds)
+        allowed = point.tolerance_seconds + PLATEAU_TOLERANCE * min(rise, point.seconds)
+        if deviation > allowed:
             return None
-    places = _find_feasible_region([point.batch for point in points], levels)
-    return Stairs(first, rise, points[0].seconds, places) if places else None
+    vertices = _find_feasible_region([point.batch for point in points], plateaus)
+    return PiecewiseConstant(first, rise, points[0].seconds, vertices) if vertices else None
 
 
 def _find_feasible_region(
-    batches: Sequence[int], levels: Sequence[int]
+    batches: Sequence[int], plateaus: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return which step-shaped curves put each measured batch on its given level.
+    """Return the positions of plateaus for which each measured batch is on its given plateau.
 
-    Each is described by its levels per row and its shift. The result has the extreme combinations;
-    it is empty if there is none.
+    A position is a number of plateaus per row and an offset, in plateaus. The possible ones form a
+    region, of which the vertices are returned: each is the number of plateaus per row, and the
+    lowest and the highest offset. Empty if no position is possible.
     """
-    pairs = list(combinations(zip(batches, levels, strict=True), 2))
+    pairs = list(combinations(zip(batches, plateaus, strict=True), 2))
     # bounds of 1 / width
     low = 1 / batches[-1]
     high = math.inf
@@ -389,29 +413,32 @@ def _find_feasible_region(
     if low >= high:
         return ()
     # kernels compute rows in tiles of a power of two, so such a width is preferred
-    for width in TILES:
+    for width in TILE_ROWS:
         if low <= 1 / width <= high:
-            least, most = _shifts(batches, levels, 1 / width)
-            if least < math.floor(most):
-                return ((1 / width, math.floor(most), math.floor(most)),)
-    found = [(low, *_shifts(batches, levels, low)), (high, *_shifts(batches, levels, high))]
+            lowest, highest = _offset_range(batches, plateaus, 1 / width)
+            if lowest < math.floor(highest):
+                return ((1 / width, math.floor(highest), math.floor(highest)),)
+    ends = (low, high)
+    found = [(per_row, *_offset_range(batches, plateaus, per_row)) for per_row in ends]
     for (b0, n0), (b1, n1) in pairs:
-        each = (n1 - n0) / (b1 - b0)
-        if low < each < high:
-            least, most = _shifts(batches, levels, each)
-            at_most = abs(n0 - each * b0 - most) < ROUNDING
-            at_least = abs(n0 - 1 - each * b0 - least) < ROUNDING
-            if at_most or at_least:
-                found.append((each, least, most))
+        per_row = (n1 - n0) / (b1 - b0)
+        if low < per_row < high:
+            lowest, highest = _offset_range(batches, plateaus, per_row)
+            at_highest = abs(n0 - per_row * b0 - highest) < ROUNDING
+            at_lowest = abs(n0 - 1 - per_row * b0 - lowest) < ROUNDING
+            if at_highest or at_lowest:
+                found.append((per_row, lowest, highest))
     return tuple(found)
 
 
-def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """Return how far a step-shaped curve may be shifted if each batch is to be on its level.
+def _offset_range(
+    batches: Sequence[int], plateaus: Sequence[int], per_row: float
+) -> tuple[float, float]:
+    """Return the lowest and the highest offset that puts each batch on its plateau.
 
-    The result is the lowest and the highest shift, in levels. `each` is the number of levels per
-    row.
+    Offsets are in plateaus, and `per_row` is the number of plateaus per row. No offset is possible
+    if the lowest exceeds the highest.
     """
-    # no shift is possible if the lowest exceeds the highest
-    most = min(n - each * b for b, n in zip(batches, levels, strict=True))
-    return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
+    highest = min(n - per_row * b for b, n in zip(batches, plateaus, strict=True))
+    lowest = max(n - 1 - per_row * b for b, n in zip(batches, plateaus, strict=True))
+    return lowest, highest

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from evener.balancer.search.machine_model import fit_sync_costs
 from evener.balancer.search.model import step_time
 from evener.balancer.search.model.evidence import DeviceEvidence, group_devices
+from evener.balancer.search.model.lower_bound import lower_bound_curve
 from evener.balancer.search.model.memory import Memory
-from evener.balancer.search.model.optimistic import optimistic_curve
 from evener.balancer.search.model.step_time import Point, fit_curve, merge_points
 from tests.support import recorded_machines
 
@@ -166,7 +166,7 @@ def test_merged_points_have_batches_of_their_own() -> None:
     assert merged == sorted(set(merged))
     curve = fit_curve(points)
     assert curve is not None
-    assert optimistic_curve(points, curve).seconds(500) > 0
+    assert lower_bound_curve(points, curve).seconds(500) > 0
 
 
 @pytest.mark.parametrize(("error", "level"), [(0.03, True), (0.003, False)])
@@ -175,7 +175,7 @@ def test_two_points_may_be_level_if_noise_explains_their_rise(error: float, leve
     points = [Point(8, 9.40, error), Point(16, 9.93, error)]
     curve = fit_curve(points)
     assert curve is not None
-    most = optimistic_curve(points, curve).seconds(400)
+    most = lower_bound_curve(points, curve).seconds(400)
     assert most == (pytest.approx(9.67, abs=0.1) if level else curve.seconds(400))
 
 
@@ -185,10 +185,10 @@ def test_two_points_may_be_level_if_noise_explains_their_rise(error: float, leve
     st.floats(2.0, 30.0),
     st.integers(0, 60),
 )
-def test_stairs_are_read_from_a_few_batches(
+def test_plateaus_are_read_from_a_few_batches(
     width: int, base: float, rise: float, shift: int
 ) -> None:
-    """The curve meets every point, and tiled stairs end where they do, whatever their width and
+    """The curve meets every point, and tiled plateaus end where they do, whatever their width and
     start.
     """
     tiles = shift < 30 and width & (width - 1) == 0
@@ -226,7 +226,7 @@ def test_waves_of_64_samples_are_seen_in_times_of_others() -> None:
     assert curve.largest(0.080, 1000, 1) == 64
     assert curve.largest(0.1262, 1000, 1) == 128
     assert curve.seconds(129) < 0.13
-    assert optimistic_curve(points, curve).seconds(129) == pytest.approx(0.1764, rel=0.01)
+    assert lower_bound_curve(points, curve).seconds(129) == pytest.approx(0.1764, rel=0.01)
 
 
 def test_two_small_times_far_below_a_line_are_no_stair() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.search.model.optimistic import optimistic_curve
+from evener.balancer.search.model.lower_bound import lower_bound_curve
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.search import Search
 from evener.balancer.types import Observation, Stage, Timed
@@ -141,11 +141,11 @@ def _solo_turns(seen: list[Observation]) -> list[int]:
 
 
 def hope(*points: tuple[int, float]) -> tuple[Curve, Curve]:
-    """Return (the optimistic curve, the expected curve)."""
+    """Return (the lower bound, the expected curve)."""
     found = [Point(batch, seconds, 0.001) for batch, seconds in points]
     curve = fit_curve(found)
     assert curve is not None
-    return optimistic_curve(found, curve), curve
+    return lower_bound_curve(found, curve), curve
 
 
 @given(

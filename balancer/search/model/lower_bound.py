@@ -1,12 +1,13 @@
 """Estimate the lowest step times that a device's measurements don't rule out.
 
-A search uses this lower bound to decide which batches are worth measuring.
+A lower bound on the step time is an upper bound on the throughput. A search uses it to decide which
+batches are worth measuring.
 
-Step times rise with the batch, but not necessarily on a line between two measured batches: the
-curve may be flat and then bend, it may jump, or another kernel may be used. So in the first half of
-each gap between batches, the bound continues with the slope before the gap, and it rises to the
-next measured time only in the second half. A step-shaped curve is assumed to continue beyond the
-batches that ran.
+Step times rise with the batch, but not necessarily on a line between two measured batches. The
+curve may have a plateau and then rise, it may jump, or another kernel may be used. So in the first
+half of the gap between two measured batches, the bound continues with the slope that it had before
+the gap. It rises to the next measured time in the second half. A piecewise-constant curve is
+assumed to continue beyond the largest measured batch.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from evener.shares.curves import Curve
 
 from .evidence import CLEAR
 from .memory import BLIND_GROWTH
-from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
+from .step_time import FLAT_TOLERANCE, Point, fit_piecewise_constant, make_rising, merge_points
 
 
-def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return a lower bound on the step time by batch, given measured step times.
+def lower_bound_curve(points: Sequence[Point], curve: Curve) -> Curve:
+    """Return a lower bound on the step time as a function of the batch.
 
-    The bound equals the measured times, and is as low between and beyond them as is plausible.
-    Batches at which it is far below `curve`, the likely step times, are worth measuring.
+    `curve` is the function that was fitted to the measured `points`. The bound equals the measured
+    times, and is as low between and beyond them as is plausible. Batches at which it is far below
+    `curve` are worth measuring.
     """
     found = merge_points(points)
     if curve.simple and len(curve.batches) > 2:
-        stairs = fit_stairs(tuple(points))
-        if stairs:
-            return stairs.curve(BLIND_GROWTH * found[-1].batch, curve.error)
-    explained = curve.simple and not curve.flat and not bend_is_open(found, curve)
+        piecewise = fit_piecewise_constant(tuple(points))
+        if piecewise:
+            return piecewise.curve(BLIND_GROWTH * found[-1].batch, curve.error)
+    explained = curve.simple and not curve.flat and not plateau_end_is_unknown(found, curve)
     if len(found) == 2:
-        return _least_rise(found, curve)
+        return _flat_if_equal(found, curve)
     if len(found) < 3 or explained:
         return curve
     first = found[0]
@@ -49,8 +51,8 @@ def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
     return Curve(batches, times, _slope_beyond(found, curve), False, curve.error)
 
 
-def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return a flat curve if two step times are equal within noise, otherwise `curve`."""
+def _flat_if_equal(points: Sequence[Point], curve: Curve) -> Curve:
+    """Return a constant curve if the two step times are equal within noise, else `curve`."""
     one, other = points
     error = math.hypot(one.error, other.error) * other.seconds
     if abs(other.seconds - one.seconds) > CLEAR * error:
@@ -62,7 +64,7 @@ def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Return the lowest plausible seconds per row beyond the largest measured batch."""
+    """Return the bound's slope beyond the largest measured batch, in seconds per row."""
     first, middle, end = points[-3:]
     before = _slope(first, middle)
     last = _slope(middle, end)
@@ -76,43 +78,42 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
     return min(curve.slope, last * math.pow(last / before, growth))
 
 
-def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
-    """Whether it is still unclear at which batch a flat curve starts to rise."""
-    risen = sum(point.seconds > (1 + LEVEL) * curve.times[0] for point in points)
+def plateau_end_is_unknown(points: Sequence[Point], curve: Curve) -> bool:
+    """Whether a curve has a plateau, and too few measurements show where it ends."""
+    risen = sum(point.seconds > (1 + FLAT_TOLERANCE) * curve.times[0] for point in points)
     return curve.bent and (len(points) == 3 or risen == 1)
 
 
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
     """Return the batch and time at which the bound bends between two measured batches.
 
-    The gap is the one before `points[right]`. None if the bound has no bend there.
+    These are `points[right - 1]` and `points[right]`. None if the bound is a line between them.
     """
     one, other = points[right - 1], points[right]
-    own = _slope(one, other)
-    before = _slope_before(points, right, own)
-    if own <= before or other.batch - one.batch < 2:
+    across = _slope(one, other)
+    before = _slope_before(points, right, across)
+    if across <= before or other.batch - one.batch < 2:
         return None
     batch = (one.batch + other.batch) // 2
     seconds = one.seconds + before * (batch - one.batch)
-    gain = one.seconds + own * (batch - one.batch) - seconds
+    gain = one.seconds + across * (batch - one.batch) - seconds
     error = math.hypot(one.error, other.error) * other.seconds
     if gain > CLEAR * error and one.batch < batch < other.batch:
         return float(batch), seconds
     return None
 
 
-def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the slope, in seconds per row, with which the bound enters a gap.
+def _slope_before(points: Sequence[Point], right: int, across: float) -> float:
+    """Return the slope, in seconds per row, that the bound has after `points[right - 1]`.
 
-    The gap is the one before `points[right]`. `own` is the slope across it.
+    `across` is the slope from there to `points[right]`.
     """
-    # the time may continue as in the gap before
-    # `own`: the slope across that gap
+    # the time may continue to rise as before `points[right - 1]`
     if right > 1:
         return _slope(points[right - 2], points[right - 1])
     after = _slope(points[right], points[right + 1]) if right + 1 < len(points) else 0.0
-    # time may have been level in most of the first gap
-    return own if after < (1 + LEVEL) * own else 0.0
+    # a plateau may reach over most of the first gap
+    return across if after < (1 + FLAT_TOLERANCE) * across else 0.0
 
 
 def _slope(one: Point, other: Point) -> float:
