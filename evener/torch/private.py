@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -78,6 +79,13 @@ def gradient_hooks(parameter: Any) -> list[int]:
 
 # cuda.h: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _VIRTUAL_MEMORY = 102
+# environment variables with the CUDA allocator's settings; the last two are older
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# functions that change the CUDA allocator's settings; the second one is older
+_SET_ALLOCATOR = (
+    "_accelerator_setAllocatorSettings",
+    "_cuda_cudaCachingAllocator_set_allocator_settings",
+)
 
 
 def grow_segments(gpu: int) -> None:
@@ -86,10 +94,25 @@ def grow_segments(gpu: int) -> None:
     Nothing changes if the allocator already has settings, or if the GPU can't map memory in pieces,
     as some virtual GPUs can't. `gpu` is its index.
     """
-    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "unknown")()
-    if not settings and _has_virtual_memory(gpu):
-        with suppress(RuntimeError, ValueError):
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if _allocator_settings() or not _has_virtual_memory(gpu):
+        return
+    for name in _SET_ALLOCATOR:
+        change = getattr(torch._C, name, None)
+        if change is not None:
+            with suppress(RuntimeError, ValueError):
+                change("expandable_segments:True")
+            return
+
+
+def _allocator_settings() -> str:
+    """Return the CUDA allocator's settings.
+
+    PyTorch 2.11 can't be asked for them, so they are read from the environment.
+    """
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if ask is not None:
+        return str(ask())
+    return next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
 
 
 def _has_virtual_memory(gpu: int) -> bool:
