@@ -101,9 +101,11 @@ def audit_rows(
 ) -> bool:
     """True if the gradient of these rows on one device equals that of their two parts.
 
-    `measures` and `known` are options of GradientSketcher, and `moves` is one of `audit`.
+    `measures` and `known` are options of GradientSketcher, and `moves` is `add_noise` of `audit`.
     """
-    sketcher = GradientSketcher([model], name_tensors([model]), measures=measures, known=known)
+    sketcher = GradientSketcher(
+        [model], name_tensors([model]), measures_rounding=measures, known_passes=known
+    )
     return audit(sketcher, make_computations(loss, few), moves).difference is None
 
 
@@ -190,7 +192,7 @@ def _print_part(step_seconds: float, more: Mapping[str, float], waits: bool) -> 
 
 def _take_rows(read: list[torch.Tensor], device: torch.device, most: int) -> FewRows:
     """Copy a few rows of a loader's batch to the device, without waiting for the copy."""
-    few = choose_few_rows(read, len(read[0]), most=most)
+    few = choose_few_rows(read, len(read[0]), max_rows=most)
     assert few is not None
 
     def move(rows: Any) -> Any:
@@ -220,7 +222,7 @@ def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses
         ]
 
     tensors = name_tensors([model])
-    sketcher = GradientSketcher([model], tensors, known=known)
+    sketcher = GradientSketcher([model], tensors, known_passes=known)
 
     def open_sketcher() -> None:
         with sketcher.open():
@@ -317,7 +319,7 @@ def audit_decoder(
             with autocast if mode == "autocast" else nullcontext():
                 loss = loss_of_texts(model, batch)
             loss.backward()
-            few = choose_few_rows(batch, rows, most=ROWS if count % 2 == 0 else FEWER)
+            few = choose_few_rows(batch, rows, max_rows=ROWS if count % 2 == 0 else FEWER)
             assert few is not None
             known = KnownPasses() if count % 2 == 0 else known
             alarms += not audit_rows(model, partial(loss_of_texts, model), few, known=known)
@@ -380,7 +382,7 @@ def _audit_program(name: str, amp: bool, audits: int, seconds: float, device: st
             with torch.autocast(device, torch.bfloat16) if amp else nullcontext():
                 made = program.loss(trained, batch)
             made.backward()
-            few = choose_few_rows(batch, 16, most=ROWS if count % 2 == 0 else FEWER)
+            few = choose_few_rows(batch, 16, max_rows=ROWS if count % 2 == 0 else FEWER)
             assert few is not None
             known = KnownPasses() if count % 2 == 0 else known
             alarms += not audit_rows(model, partial(program.loss, trained), few, known=known)
@@ -662,7 +664,7 @@ def measure_work() -> None:
         return loss(batch)
 
     def audit_some(most: int) -> None:
-        few = choose_few_rows(read, 16, most=most)
+        few = choose_few_rows(read, 16, max_rows=most)
         assert few is not None
         audit_rows(model, count_pass, few, known=known)
 

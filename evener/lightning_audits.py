@@ -53,7 +53,7 @@ class ModuleAudit:
         return found
 
     def _find(
-        self, loader: Any, step: int, others: Sequence[Any] | None, moves: bool
+        self, loader: Any, step: int, others: Sequence[Any] | None, add_noise: bool
     ) -> Audited | None:
         strategy, module = self._strategy, self._strategy.lightning_module
         numbers = loader.batch_sampler.sampler.rows_of_all(step)
@@ -68,14 +68,14 @@ class ModuleAudit:
             [module],
             strategy.optimizers,
             function=module.training_step,
-            around=around,
+            contexts=around,
             losses_only=is_sharded(module),
         )
         compute = partial(self._compute, others)
         if not automatic:
             compute = partial(self._compute_manually, others or (), sketcher)
         computations = self._audits.make_computations(few, compute, strategy.count)
-        return audit(sketcher, computations, moves)
+        return audit(sketcher, computations, add_noise)
 
     def _compute(self, others: Sequence[Any] | None, part: Part) -> Any:
         loss = compute_part(self._strategy, part, others)

@@ -47,7 +47,7 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
         around = [partial(silent, module)]
         function = module.training_step
         made: GradientSketcher = audits.make_sketcher(
-            [module], strategy.optimizers, function=function, around=around
+            [module], strategy.optimizers, function=function, contexts=around
         )
         return made
 
@@ -142,7 +142,7 @@ class PassMetrics:
     def keep(self) -> Callable[[], None]:
         """Return a function that resets the metrics to their present state, for a retry."""
         attributes = keep_attributes(
-            self._module, *self._metrics, apart=(own_buffers(self._module),)
+            self._module, *self._metrics, excluded=(own_buffers(self._module),)
         )
         logged, pieces = self._keep_logged(), dict(self._pieces)
 

@@ -64,12 +64,12 @@ class TrainerAudit:
         own = partial(_find_own_loss(type(trainer)), trainer.compute_loss_func)
         self._audits.after_batch(partial(self._find, numbers, loss), own, [trainer])
 
-    def _find(self, numbers: Sequence[int], loss: TrainerLoss, moves: bool) -> Audited | None:
+    def _find(self, numbers: Sequence[int], loss: TrainerLoss, add_noise: bool) -> Audited | None:
         few = self._audits.take_rows(self._dataset, self._collate, numbers)
         if few is None:
             return None
         made = self.computations.make(few, loss, self._audits.follows_launcher)
-        return audit(self.computations.sketcher(), made, moves)
+        return audit(self.computations.sketcher(), made, add_noise)
 
 
 class TrainerComputations:
@@ -89,9 +89,9 @@ class TrainerComputations:
             [trainer.model],
             [] if trainer.optimizer is None else [trainer.optimizer],
             holders=[trainer],
-            apart=[trainer.train_dataset, trainer.eval_dataset],
+            excluded=[trainer.train_dataset, trainer.eval_dataset],
             function=own,
-            around=[self._gathering.local, partial(silent, trainer)],
+            contexts=[self._gathering.local, partial(silent, trainer)],
             losses_only=is_sharded(trainer.model) or trains_shards_only(trainer.model),
             # autocast casts activations to the dtype in which linear layers are gathered
             keeps_autocast=trainer._shares.is_sharded,

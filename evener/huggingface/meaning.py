@@ -173,7 +173,7 @@ class LossFinder:
         return self._find()
 
     def _find(self) -> TrainerLoss | None:
-        with self._sketcher.open(moves=True):
+        with self._sketcher.open(add_noise=True):
             reference = self._sketcher.sketch_fast(self._computations.at_once(self._few))
             sizes = list(map(reference.size, reference.sums))
             if self._decide(not any(sizes) or not math.isfinite(sum(sizes))):
@@ -333,7 +333,7 @@ class LossFinder:
             if found_loss is None and self._difference is not None:
                 return self._difference, "rows"
             return found_loss
-        found = audit(self._computations.sketcher(), computations, moves=True)
+        found = audit(self._computations.sketcher(), computations, add_noise=True)
         if found.difference is not None:
             return found.difference, found.cause
         if found.fault or found.explained:

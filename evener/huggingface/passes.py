@@ -183,4 +183,4 @@ class TrainerPasses:
     def _keep(self) -> Callable[[], None]:
         """Return a function that restores the Trainer's attributes before a pass is retried."""
         trainer = self._trainer
-        return keep_attributes(trainer, apart=(trainer.train_dataset, trainer.eval_dataset))
+        return keep_attributes(trainer, excluded=(trainer.train_dataset, trainer.eval_dataset))

@@ -155,7 +155,7 @@ class Guard(Recorder):
         if self._most is None or len(self._tape) < self._most:
             super()._write(*arguments, **options)
 
-    def _is_given(self, tensor: torch.Tensor) -> bool:
+    def _is_user_constant(self, tensor: torch.Tensor) -> bool:
         """Return whether the step reads this tensor without computing it, such as task weights.
 
         Totals over all ranks' rows are left out, because shares don't change them.
@@ -163,18 +163,18 @@ class Guard(Recorder):
         # Task weights are such a tensor. A sum over all ranks' rows is the same with any shares.
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
-        return super()._is_given(tensor) and not is_total
+        return super()._is_user_constant(tensor) and not is_total
 
-    def _record_number_use(self, function: Any, given: Any) -> None:
+    def _record_number_use(self, function: Any, arguments: Any) -> None:
         """Record if gradients or weights are scaled by a value computed from this rank's rows."""
-        super()._record_number_use(function, given)
+        super()._record_number_use(function, arguments)
         if self.local_use or not is_arithmetic(function):
             return
-        every = nested_tensors(given)
+        every = nested_tensors(arguments)
         own = [each for each in every if each.numel() == 1 and id(each) in self._made]
         if not any(map(self.goes_by_rows, own)):
             return
-        if self._has_at({address(each) for each in every} - {0}):
+        if self._is_weight_at({address(each) for each in every} - {0}):
             # computed from this rank's rows
             self.local_use = LOCAL_USE
 

@@ -176,7 +176,7 @@ class TrainingAudits:
         return self._compared and not self._doubted
 
     @property
-    def _measures(self) -> bool:
+    def _measures_rounding(self) -> bool:
         """Whether the current step's audit also measures how much rounding changes a gradient."""
         return not self.judge.over and self.judge.step <= self._measures_until
 
@@ -202,7 +202,7 @@ class TrainingAudits:
             self._compare_left_out()
             due = self.judge.begin(self._trained()) or self._changed
             self.judge.thorough |= self._changed
-            self._due = due or self._measures
+            self._due = due or self._measures_rounding
             self._changed = False
         return self._due
 
@@ -326,7 +326,7 @@ class TrainingAudits:
                 return None
             first = self.judge.step == 1 or not training.passes.recovery.checked
             sketcher = self._sketcher(compute, is_sharded_model(training.weights.models))
-            return audit(sketcher, self.make_computations(few, compute, counted), moves=first)
+            return audit(sketcher, self.make_computations(few, compute, counted), add_noise=first)
 
         self._share_result(Replayed(self._try_audit(find)), survives=True)
 
@@ -348,7 +348,7 @@ class TrainingAudits:
         computations = make_share_computations(few, refuse_collectives(compute), part.count)
         sketcher = self._sketcher(compute) if make_sketcher is None else make_sketcher()
         try:
-            verdict = self._judge_result(audit(sketcher, computations, moves=True))
+            verdict = self._judge_result(audit(sketcher, computations, add_noise=True))
         except WholeBatchLoss:
             raise RequestError(
                 "split.loss and split.gather are of a whole batch.", "Return a mean over rows."
@@ -487,7 +487,9 @@ class TrainingAudits:
 
         try:
             rows = self._list_rows(record)
-            return audit_record(record, rows, sketcher, computations, moves=self.judge.step == 1)
+            return audit_record(
+                record, rows, sketcher, computations, add_noise=self.judge.step == 1
+            )
         except RequestError as error:
             return Replayed(None, error.message.rstrip("."))
         except Exception as error:
@@ -556,7 +558,7 @@ class TrainingAudits:
         if few is None and taken is not None and not taken.origin.by_length:
             rows = taken.sizes[self._training.rank]
             own = record.batch if record is not None else batch
-            few = choose_few_rows(own, rows, most=self._most_rows)
+            few = choose_few_rows(own, rows, max_rows=self._most_rows)
         return self._move_rows(few)
 
     def _move_rows(self, few: FewRows | None) -> FewRows | None:
@@ -597,19 +599,19 @@ class TrainingAudits:
         every = list(models)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         others = [parameter for group in groups for parameter in group["params"]]
-        around = [
+        contexts = [
             self._training.weights.auditing,
             self._paused_exchanges,
-            *options.pop("around", ()),
+            *options.pop("contexts", ()),
         ]
         if self.judge.thorough:
             self._known = KnownPasses()
         return GradientSketcher(
             every,
             name_tensors(every, others),
-            around=around,
-            measures=self._measures,
-            known=self._known,
+            contexts=contexts,
+            measures_rounding=self._measures_rounding,
+            known_passes=self._known,
             **options,
         )
 

@@ -114,9 +114,9 @@ def audit_rows(
         few, lambda part: loss(model, *[each.to(device) for each in part.batch])
     )
     return audit(
-        GradientSketcher([model], name_tensors([model]), known=known),
+        GradientSketcher([model], name_tensors([model]), known_passes=known),
         change(computations),
-        moves=True,
+        add_noise=True,
     )
 
 

@@ -28,16 +28,16 @@ _FOREIGN = {
 def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
     """Save the state that a function can change, and return a function that restores it.
 
-    The state includes closure variables and the global variables that the function names, with
-    objects and random generators in them. For None, nothing is saved.
+    The state includes the function's closure variables and the globals that it uses, and also the
+    objects and random generators that they contain. For None, nothing is saved.
     """
     kept = _SavedValues()
-    kept.look_at(function, DEPTH)
+    kept.save(function, DEPTH)
     return kept.restore_value
 
 
 class _SavedValues:
-    """Values that a function can reach, with copies to restore them."""
+    """Saves the values that a function can reach, and restores them later."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -47,51 +47,50 @@ class _SavedValues:
         self._states: list[Callable[[], None]] = []
         self._memo: dict[int, Any] = {}
 
-    def look_at(self, value: Any, depth: int) -> None:
-        """Save a value and everything that it refers to, up to some depth."""
-        # `depth` limits the recursion. Values that are already saved, and those that belong to
-        # libraries, are skipped.
+    def save(self, value: Any, depth: int) -> None:
+        """Save a value and everything that it refers to, up to `depth` levels deep."""
+        # values that are already saved, and those that belong to libraries, are skipped
         if depth < 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, partial):
             for each in (value.func, *value.args, *value.keywords.values()):
-                self.look_at(each, depth)
+                self.save(each, depth)
         elif isinstance(value, MethodType):
-            self.look_at(value.__func__, depth)
-            self.look_at(value.__self__, depth)
+            self.save(value.__func__, depth)
+            self.save(value.__self__, depth)
         elif isinstance(value, FunctionType):
-            self._look_at_function(value, depth - 1)
+            self._save_function(value, depth - 1)
         elif isinstance(value, _GENERATORS):
             self._states.append(_keep_generator(value))
         elif _is_data(value) and len(value) <= MOST_ITEMS:
-            self._look_at_data(value, depth - 1)
+            self._save_data(value, depth - 1)
         elif is_own_object(value):
-            self._look_at_data(vars(value), depth - 1)
+            self._save_data(vars(value), depth - 1)
 
-    def _look_at_data(self, data: Any, depth: int) -> None:
+    def _save_data(self, data: Any, depth: int) -> None:
         self._data.append((data, copy_data(data, self._memo, LARGE)))
         for each in list(data.values() if isinstance(data, dict) else data):
-            self.look_at(each, depth)
+            self.save(each, depth)
 
-    def _look_at_function(self, function: FunctionType, depth: int) -> None:
+    def _save_function(self, function: FunctionType, depth: int) -> None:
         if is_foreign(function.__module__ or ""):
             return
         for cell in function.__closure__ or ():
             content = read_cell(cell)
             self._cells.append((cell, content))
-            self._look_at_variable(content, depth)
+            self._save_variable(content, depth)
         for name in list_names(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
                 self._names.append((function.__globals__, name, value))
-                self._look_at_variable(value, depth)
+                self._save_variable(value, depth)
 
-    def _look_at_variable(self, value: Any, depth: int) -> None:
+    def _save_variable(self, value: Any, depth: int) -> None:
         if isinstance(value, torch.Tensor):
             self._data.append((value, copy_data(value, self._memo, LARGE)))
         else:
-            self.look_at(value, depth)
+            self.save(value, depth)
 
     def restore_value(self) -> None:
         """Restore all saved values."""
@@ -108,12 +107,12 @@ class _SavedValues:
 
 
 def is_foreign(module: str) -> bool:
-    """Return whether a module, by name, belongs to PyTorch, evener or another known library."""
+    """Return whether a module name belongs to PyTorch, evener or another known library."""
     return module.partition(".")[0] in _FOREIGN
 
 
 def list_names(code: CodeType) -> set[str]:
-    """Return the global names that a function's code, and functions nested in it, may use."""
+    """Return the names of globals that a function's code may use, including nested functions."""
     # the result includes names of attributes, which Python stores in the same list
     found = set(code.co_names)
     for const in code.co_consts:
@@ -135,9 +134,9 @@ def _is_data(value: Any) -> bool:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether an object is of a class that the user's script defines.
+    """Return whether an object's class is defined by the user's script.
 
-    Modules, optimizers and data sets don't count.
+    The result is False for modules, optimizers and data sets, which are handled separately.
     """
     if isinstance(value, type | ModuleType | torch.Tensor | numpy.ndarray):
         return False

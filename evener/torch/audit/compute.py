@@ -21,7 +21,7 @@ from .randomness import (
     SEED,
     EvenRandomness,
     RandomState,
-    digest_draws,
+    hash_random_states,
     seed_all,
     seed_torch,
 )
@@ -35,7 +35,7 @@ COPIED, SAMPLED = 1 << 14, 64
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """One forward and backward pass of an audit: the function for its loss, and its weight."""
+    """One forward and backward pass of an audit, with the weight of its gradient."""
 
     loss: Callable[[], Any]  # returns the loss of the pass
     weight: Any = 1.0  # factor of the pass's gradient in the sum
@@ -47,20 +47,18 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 class GradientSketcher:
     """Computes gradients for audits, and reduces each gradient to a sketch, a few random sums.
 
-    Arguments:
+    Sketches are computed inside the context of `open`. Arguments:
 
     - `models`: the models, whose state is restored after each pass.
     - `tensors`: trained tensors by name.
     - `holders`: further objects whose attributes are restored.
-    - `apart`: objects that aren't copied.
+    - `excluded`: objects that are neither copied nor restored.
     - `function`: the loss function, whose variables are restored.
-    - `around`: context managers to compute in.
+    - `contexts`: functions that return context managers, in which gradients are computed.
     - `losses_only`: whether to compare losses instead of gradients.
     - `keeps_autocast`: whether passes run in the autocast of the training run.
-    - `measures`: whether to measure rounding even if nothing differs.
-    - `known`: what earlier audits learned about the passes.
-
-    Compute sketches inside the context of `open`.
+    - `measures_rounding`: whether to measure the effect of rounding even if no gradient differs.
+    - `known_passes`: what earlier audits found out about the passes, or None.
     """
 
     def __init__(
@@ -68,26 +66,26 @@ class GradientSketcher:
         models: Iterable[Any],
         tensors: Mapping[str, Any],
         holders: Sequence[Any] = (),
-        apart: Sequence[Any] = (),
+        excluded: Sequence[Any] = (),
         function: Callable[..., Any] | None = None,
-        around: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+        contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
         losses_only: bool = False,
         keeps_autocast: bool = False,
-        measures: bool = False,
-        known: KnownPasses | None = None,
+        measures_rounding: bool = False,
+        known_passes: KnownPasses | None = None,
     ) -> None:
         self._models = list(models)
         self._named = [pair for model in self._models for pair in model.named_modules()]
         self._modules = [module for _, module in self._named]
         self._tensors = tensors
         self._holders = holders
-        self._apart = [each for each in apart if each is not None]
+        self._excluded = [each for each in excluded if each is not None]
         self._function = function
-        self._around = around
+        self._contexts = contexts
         self.losses_only = losses_only
         self._keeps_autocast = keeps_autocast
-        self.measures = measures
-        self._known = KnownPasses() if known is None else known
+        self.measures_rounding = measures_rounding
+        self._known = KnownPasses() if known_passes is None else known_passes
         self.changed: set[str] = set()  # names of buffers that a pass changes
         # number of random operations of PyTorch in all sketches so far, without dropout
         self.draws = 0
@@ -99,18 +97,18 @@ class GradientSketcher:
         self._at_once = False
 
     @contextmanager
-    def open(self, moves: bool = False) -> Iterator[GradientSketcher]:
+    def open(self, add_noise: bool = False) -> Iterator[GradientSketcher]:
         """Context manager to compute gradients in, with full precision and without dropout.
 
-        With `moves`, noise is added to weights whose values are all the same, such as a head
+        With `add_noise`, noise is added to weights whose values are all the same, such as a head
         initialized to zero. On exit, everything is restored.
         """
-        # Weights with only equal values, as in a head initialized to zero, can make the gradients
-        # of others zero.
+        # weights with only equal values, as in a head initialized to zero, can make the gradients
+        # of other weights zero
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            for each in self._around:
+            for each in self._contexts:
                 stack.enter_context(each())
             stack.callback(free_gathered, self._models)
             stack.callback(RandomState().restore)
@@ -122,9 +120,9 @@ class GradientSketcher:
             stack.enter_context(_fixed_statistics(self._modules))
             self._restores = [
                 keep_closure(self._function),
-                keep_with_frozen(*self._modules, *self._holders, apart=self._apart),
+                keep_with_frozen(*self._modules, *self._holders, excluded=self._excluded),
             ]
-            if moves:
+            if add_noise:
                 stack.enter_context(_with_noisy_weights(self._tensors.values()))
             self._at_once = _has_room(self._tensors.values())
             yield self
@@ -140,12 +138,12 @@ class GradientSketcher:
 
         Arguments:
 
+        - `computation`: the passes.
         - `disturbance`: seed of random errors as large as rounding errors; 0 adds none.
-        - `seed`: determines the random numbers in the passes.
-        - `modes`: one context for each pass, instead of EvenRandomness.
+        - `seed`: seed of the random numbers that the passes draw.
+        - `modes`: a context manager for each pass, in place of a new EvenRandomness.
         """
-        # These errors change the gradient about as much as rounding may. Exceptions that the
-        # program's own code raises aren't caught.
+        # errors that the user's own code raises aren't caught
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         computed: set[torch.dtype] = set()
         self.drawn = set()
@@ -163,15 +161,18 @@ class GradientSketcher:
 
     @property
     def may_be_quick(self) -> bool:
-        """Whether passes may run faster, without intercepting PyTorch's random operations."""
-        # not if passes draw random numbers, only losses can be computed, or rounding is always
+        """Whether the next passes may use the faster way of `sum_quickly`."""
+        # not if passes draw random numbers, only losses can be compared, or rounding is always
         # measured
-        return not (self._known.draws or self.losses_only or self.measures)
+        return not (self._known.draws or self.losses_only or self.measures_rounding)
 
     def sum_quickly(self, computation: Sequence[Piece]) -> GradientSums | None:
-        """Return a gradient's sums from faster passes, or None if they draw random numbers."""
-        # Random numbers must be the same for a row in any batch, which needs interception. If
-        # nothing is known about the passes, the first piece is intercepted to find out.
+        """Compute a gradient faster, without intercepting random operations, and return its sums.
+
+        This works only for passes that draw no random numbers. For others, the result is None.
+        """
+        # A row's random numbers must be the same in any batch, which needs interception. If nothing
+        # is known about the passes, the first one is intercepted to find out.
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         for piece in computation:
             if self._known.draws is None:
@@ -188,18 +189,21 @@ class GradientSketcher:
         return sums
 
     def sketch_fast(self, computation: Sequence[Piece]) -> Sketch:
-        """Return a gradient's sketch, by faster passes if they draw no random numbers."""
-        # quick passes take about half the time, but mustn't draw random numbers
+        """Return a gradient's sketch, computed in the faster way of `sum_quickly` if possible."""
+        # the faster passes take about half the time
         sums = None if self._known.draws else self.sum_quickly(computation)
         return self.sketch(computation) if sums is None else self.read(sums)
 
     def read(self, sums: GradientSums) -> Sketch:
-        """Return the sketch of gradient sums that `sum_quickly` returned."""
+        """Convert the sums that `sum_quickly` returned to a sketch."""
         return sums.sketch(self._known.computed)
 
     def _compute_piece(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
-        """Compute a pass and add its gradients to `sums`."""
-        # The loss is computed inside the context `mode`: an EvenRandomness or a QuickPass.
+        """Compute a pass inside the context manager `mode`, and add its gradients to `sums`.
+
+        The global random generators are seeded with `seed` first.
+        """
+        # `mode` is an EvenRandomness or a QuickPass
         seed_all(seed)
         before = self._list_buffers()
         self._adds = partial(
@@ -208,7 +212,7 @@ class GradientSketcher:
         try:
             with without_dropout(), mode, torch.set_grad_enabled(not self.losses_only):
                 loss = piece.loss()
-                self.drawn.add(digest_draws())
+                self.drawn.add(hash_random_states())
                 self._note_changes(before)
                 if isinstance(loss, torch.Tensor):
                     self.add(loss)
@@ -217,16 +221,16 @@ class GradientSketcher:
                 restore()
 
     def add(self, loss: torch.Tensor, **options: Any) -> None:
-        """Add the gradients of a loss to the pass that is running.
+        """Add the gradients of a loss to those of the running pass.
 
-        A computation with several backward passes calls this for each, instead of returning a loss.
-        `options` are the keyword arguments of `GradientSums.add`.
+        A pass that runs several backward passes calls this for each of their losses, instead of
+        returning a loss. `options` are the keyword arguments of `GradientSums.add`.
         """
         assert self._adds is not None
         self._adds(loss, **options)
 
     def _list_buffers(self) -> dict[str, tuple[int, int]]:
-        """Return the object id and version counter of each buffer by name, to detect changes."""
+        """Return the id and the version counter of each buffer by name, to detect changes."""
         # a pass that replaces or changes a buffer changes one of them
         return {
             f"{name}.{own}" if name else own: (id(buffer), buffer._version)
@@ -262,7 +266,7 @@ def _measure_room(device: torch.device) -> int:
 
 @contextmanager
 def _without_ddp(model: Any) -> Iterator[None]:
-    """Context manager in which DistributedDataParallel only calls its module."""
+    """Context manager in which a DistributedDataParallel runs its module without an all-reduce."""
     # an audit must not trigger the wrapper's all-reduce, which belongs to the training step
     inner = unwrap_compiled(model)
     if not isinstance(inner, DistributedDataParallel):
@@ -312,7 +316,7 @@ def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
-    """Return the tensors whose values are all the same, each with this value."""
+    """Return each tensor whose values are all the same, together with that value."""
     # Only floating-point tensors with several elements count, and no subclasses of Tensor. The host
     # compares small tensors and the first values of others, because a GPU needs 50 ms to load the
     # operations. A large tensor is compared on its device only if its first values are equal.
@@ -330,9 +334,11 @@ def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, f
 
 
 def _copy_first_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy the first few values of each tensor to the CPU, with one copy per device and dtype."""
-    # All values of a small tensor are copied. A small tensor has up to COPIED values. Of any other,
-    # SAMPLED values are copied. The host waits for only one copy per device and dtype.
+    """Return the first values of each tensor, copied to the CPU.
+
+    The host waits only once for each device and dtype.
+    """
+    # all values of a tensor with up to COPIED values, and SAMPLED values of any other
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for place, tensor in enumerate(tensors):
         kinds.setdefault((tensor.device, tensor.dtype), []).append(place)

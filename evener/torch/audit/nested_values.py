@@ -41,14 +41,14 @@ def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def leaves_in(data: Any) -> list[Any]:
-    """Return all values in nested data."""
+    """Return all values in nested data as a flat list."""
     found: list[Any] = []
     map_nested(found.append, data)
     return found
 
 
 def is_arithmetic(function: Any) -> bool:
-    """Return whether a PyTorch function, such as `mul`, computes with number arguments."""
+    """Return whether a PyTorch function, such as `mul`, takes numbers as operands."""
     name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
     return bool({name, name[1:]} & _ARITHMETIC)
 

@@ -19,15 +19,15 @@ def is_object(data: Any) -> bool:
 
 
 def unfold(data: Any) -> Any:
-    """Return data that has objects with tensors as dicts and lists of tensors.
+    """Convert objects that have tensors to plain dicts and lists of tensors.
 
-    Other data is returned unchanged.
+    Data without such objects is returned unchanged.
     """
     return _collect_tensors(data, set()) if find_objects(data) else data
 
 
 def _collect_tensors(data: Any, containers: set[int]) -> Any:
-    """Return nested data as plain dicts and lists of tensors, or None if it has no tensors.
+    """Convert nested data to plain dicts and lists of tensors; return None if it has no tensors.
 
     `containers` has the ids of the enclosing objects, to stop at circular references.
     """
@@ -46,19 +46,19 @@ def _collect_tensors(data: Any, containers: set[int]) -> Any:
 
 
 def _collect_values(mapping: Mapping[Any, Any], containers: set[int]) -> dict[Any, Any] | None:
-    """Return the values of a mapping that contain tensors, or None if there are none."""
+    """Convert the values of a mapping that contain tensors; return None if there are none."""
     values = {name: _collect_tensors(mapping[name], containers) for name in mapping}
     return {name: value for name, value in values.items() if value is not None} or None
 
 
 def _collect_items(items: Sequence[Any], containers: set[int]) -> list[Any] | None:
-    """Return the items that contain tensors, or None if there are none."""
+    """Convert the items of a sequence that contain tensors; return None if there are none."""
     collected = [_collect_tensors(item, containers) for item in items]
     return [item for item in collected if item is not None] or None
 
 
 def find_objects(data: Any) -> list[Any]:
-    """Return the outermost objects in nested data that have tensors."""
+    """Return the outermost objects in nested data that contain tensors."""
     if isinstance(data, Mapping):
         return [found for name in data for found in find_objects(data[name])]
     if isinstance(data, tuple | list):
@@ -67,10 +67,10 @@ def find_objects(data: Any) -> list[Any]:
 
 
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
-    """Return a copy of the object `fresh` with replaced tensors.
+    """Return a copy of the object `fresh` with its tensors replaced.
 
-    `recorded` is an object of the same structure. `known` has the replacement of each of its
-    tensors, by the tensor's id.
+    `recorded` is an object of the same structure. The tensor that replaces one of `fresh` is the
+    value in `known` for the id of the tensor at the same position in `recorded`.
     """
     return _remake(fresh, recorded, known, set())
 

@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
-    """Context manager without TF32, and without autocast unless `keeps_autocast`."""
+    """Context manager that disables TF32, and also autocast unless `keeps_autocast`."""
     with ExitStack() as stack:
         if not keeps_autocast:
             stack.enter_context(_without_autocast())
@@ -21,8 +21,8 @@ def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Context manager in which autocast is off."""
-    # Code inside the context that enables autocast has no effect.
+    """Context manager that disables autocast."""
+    # code inside can't enable it either
     autocast = torch.amp.autocast_mode.autocast
     entered = autocast.__enter__, autocast.__exit__
     with ExitStack() as stack:
@@ -39,7 +39,7 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Context manager in which float32 products and convolutions don't use TF32."""
+    """Context manager in which float32 matrix products and convolutions don't use TF32."""
     # PyTorch has older settings for this (such as `allow_tf32`) and newer ones (`fp32_precision`,
     # since 2.9); both are changed. Reading an older one raises an error if a newer one disagrees.
     backends = torch.backends
@@ -70,8 +70,7 @@ def _without_tf32() -> Iterator[None]:
 
 def _read(setting: Callable[[], Any]) -> Any:
     """Return the value of a PyTorch setting, or None if it can't be read."""
-    # Older settings can't be read once the program has changed a newer one. PyTorch then raises an
-    # error when `setting` reads the older one.
+    # an older setting raises an error if the program has changed the newer one
     try:
         return setting()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Faster passes of an audit, which don't intercept PyTorch's random operations."""
+"""Run an audit's passes faster, without intercepting PyTorch's random operations."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class KnownPasses(msgspec.Struct):
-    """What earlier audits found out about a loss: its dtypes, and if it draws random numbers.
+    """What earlier audits found out about the passes that compute a loss.
 
-    `draws` is None as long as that isn't known.
+    `computed` has the dtypes that they compute in. `draws` is whether they draw random numbers, or
+    None as long as that is unknown.
     """
 
     computed: set[torch.dtype] = set()
@@ -38,12 +39,13 @@ class KnownPasses(msgspec.Struct):
 
 
 class QuickPass:
-    """Context manager that sets `has_drawn` on exit if random numbers were drawn inside.
+    """Context manager for a pass whose random operations aren't intercepted.
 
-    A pass that draws random numbers has to be repeated with EvenRandomness.
+    On exit, it sets `has_drawn` to whether random numbers were drawn inside. If so, the pass has to
+    be repeated with EvenRandomness.
     """
 
-    # a row's random numbers may then depend on the size of its batch
+    # a row's random numbers may otherwise depend on the size of its batch
 
     def __init__(self) -> None:
         self.has_drawn = False
@@ -59,7 +61,7 @@ class QuickPass:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Context manager in which dropout by PyTorch's Python functions keeps all values."""
+    """Context manager in which PyTorch's Python functions for dropout keep all values."""
     # it is used in quick passes and in passes with EvenRandomness, so that their results are equal
     with ExitStack() as stack:
         for owner, name, function in _list_replacements():
@@ -68,7 +70,10 @@ def without_dropout() -> Iterator[None]:
 
 
 def _list_replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """List the functions with dropout, each as owner, name, and a version without dropout."""
+    """Return (owner, name, replacement) of each function that uses dropout.
+
+    The replacements don't drop values.
+    """
     made: list[tuple[Any, str, Callable[..., Any]]] = [
         (owner, name, partial(_drop_nothing, name.endswith("_")))
         for owner in (functional, torch)

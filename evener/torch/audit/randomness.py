@@ -1,4 +1,4 @@
-"""Give each row the same random numbers in an audit, whatever batch or part it is in."""
+"""Make random operations give each row the same numbers in an audit, whatever batch it is in."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ without_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Context manager in which random operations give each row of a batch the same numbers.
 
-    A `disturbance` other than 0 is the seed of random errors as large as rounding errors.
+    Dropout keeps all values. If `disturbance` isn't 0, it is the seed of random errors that are
+    added to the results of operations; they are as large as rounding errors.
     """
 
-    # The errors are added to sums of many terms.
+    # the errors are added to sums of many terms
 
     def __init__(self, disturbance: int = 0, seed: int = SEED) -> None:
         super().__init__()
@@ -73,11 +74,11 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _run_equal_per_row(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """Run an operation with equal random numbers in each row, and without dropout."""
-        # This is called only for operations that may drop values or draw random numbers.
-        places = _find_dropout(function)
-        if places:  # without dropout, these draw nothing
-            return function(*_turn_dropout_off(places, arguments, keywords), **keywords)
+        """Run an operation without dropout, and with the same random numbers for each row."""
+        # called only for operations that may drop values or draw random numbers
+        rates = _find_dropout(function)
+        if rates:  # without dropout, these draw nothing
+            return function(*_turn_dropout_off(rates, arguments, keywords), **keywords)
         if function.overloadpacket is _DROPOUT_BACKWARD:
             return arguments[0].clone()  # all values were kept, and none was scaled
         if torch.Tag.nondeterministic_seeded not in function.tags:
@@ -92,30 +93,33 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return draw_equal_rows(function, arguments, keywords, self._seed + self.draws)
 
     def _add_rounding_errors(self, name: str, arguments: Any, result: Any) -> None:
-        """Add random errors to the results of an operation, as large as its rounding errors."""
+        """Add random errors to an operation's results, as large as its rounding errors."""
         # If n terms of random sign are added one after the other, the error has a standard
         # deviation of u * sqrt(n / 2) times that of the sum, where u is the unit roundoff (Higham,
         # Accuracy and Stability of Numerical Algorithms, section 4.2, with independent errors).
-        for place, each in enumerate(_each(result)):
+        for index, each in enumerate(_as_sequence(result)):
             if not isinstance(each, torch.Tensor) or each.layout != torch.strided:
                 continue
             if not each.is_floating_point():
                 continue
-            terms = _count_terms(name, arguments, place)
+            terms = _count_terms(name, arguments, index)
             if terms and each.numel() > 1:
                 self._add_relative_errors(
-                    each, terms, apart=1 if name in _CONVOLUTIONS else each.dim() - 1
+                    each, terms, first_axis=1 if name in _CONVOLUTIONS else each.dim() - 1
                 )
 
-    def _add_relative_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
-        """Add normally distributed errors to a result, in proportion to each row's values."""
-        # `terms` is the number of terms in each sum. A row's magnitude is its root mean square.
-        # Values with the same indices on the axes before `apart` are in the same row.
+    def _add_relative_errors(self, result: torch.Tensor, terms: int, first_axis: int) -> None:
+        """Add normally distributed errors to a result, in proportion to the values of each row.
+
+        `terms` is the number of terms in the sum that each value is. A row consists of the values
+        with the same indices on all axes before `first_axis`.
+        """
+        # a row's magnitude is its root mean square
         device = result.device
         if device not in self._generators:
             made = torch.Generator(device).manual_seed(SEED + self._disturbance)
             self._generators[device] = made
-        axes = tuple(range(apart, result.dim()))
+        axes = tuple(range(first_axis, result.dim()))
         size = result.detach().float().square().mean(axes, keepdim=True).sqrt_()
         size.nan_to_num_(0.0, 0.0)
         unit = torch.finfo(result.dtype).eps / 2
@@ -123,22 +127,23 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         result.add_(errors.mul_(size).mul_(unit * math.sqrt(terms / 2)))
 
 
-def _each(result: Any) -> Sequence[Any]:
+def _as_sequence(result: Any) -> Sequence[Any]:
     """Return an operation's results as a sequence, even if there is only one."""
     return result if isinstance(result, tuple | list) else (result,)
 
 
-def _count_terms(name: str, arguments: Any, place: int) -> int:
-    """Return how many terms each value in a result is the sum of; 0 if it isn't a sum."""
-    # `place` is the index of the result. `name` is the operation's name, and `arguments` are its
-    # arguments. An operation may have several results.
+def _count_terms(name: str, arguments: Any, index: int) -> int:
+    """Return how many terms an operation adds up for each value of its result number `index`.
+
+    The result is 0 if the operation doesn't compute sums.
+    """
     if name in _PRODUCTS:
         return int(arguments[_PRODUCTS[name]].shape[-1])
     if name == "convolution":
         return int(arguments[1][0].numel())
     if name == "convolution_backward":
         gradient, _, weight = arguments[:3]
-        of_input = place == 0
+        of_input = index == 0
         return int(weight.numel() // weight.shape[1] if of_input else gradient[:, 0].numel())
     if name.startswith(_ATTENTION):
         shapes = [
@@ -166,7 +171,7 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
         return str(self.function.overloadpacket.__name__)
 
     def names(self) -> list[str]:
-        """Return the names of the operation's arguments."""
+        """Return the names of the operation's parameters."""
         return [argument.name for argument in self.function._schema.arguments]
 
     def call(self) -> Any:
@@ -178,7 +183,7 @@ def draw_equal_rows(
 ) -> Any:
     """Run a random operation so that it gives every row the same values.
 
-    Return its result, and whether the result depends on the seed.
+    Return its result, and whether the result depends on `seed`.
     """
     # Dropout keeps all values, and a permutation moves each entry by one place, so their results
     # aren't random.
@@ -200,7 +205,7 @@ def draw_equal_rows(
 
 
 def _fixed_instead_of_random(draw: _Draw) -> Any:
-    """Return a fixed result for a permutation or dropout; None for other operations."""
+    """Return a fixed result for a permutation or dropout; return None for other operations."""
     # A permutation moves each entry to the place before it. Dropout keeps all values. A mask from
     # bernoulli_(1 - p) is filled with 1 - p, if that is at least 0.5. If rows are mixed with others
     # of their batch, as by mixup, the permutation gives a row other partners in a part than in the
@@ -219,7 +224,7 @@ def _fixed_instead_of_random(draw: _Draw) -> Any:
 
 
 def _draw_by_arguments(draw: _Draw) -> Any:
-    """Return a fixed result for a distribution whose parameters are tensors, else None."""
+    """Return a result for a distribution whose parameters are tensors; return None for others."""
     # parameters, such as means, may differ from row to row
     if draw.name in _DISTRIBUTIONS and not isinstance(draw.arguments[0], float):
         return _DISTRIBUTIONS[draw.name](*draw.arguments)
@@ -227,41 +232,47 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw one row and repeat it, for operations with a `size` argument; None for others."""
+    """Draw one row and repeat it, for an operation with a `size` parameter.
+
+    The result is None for other operations.
+    """
     names = draw.names()
     if "size" not in names:
         return None
-    place = names.index("size")
-    shape = list(draw.arguments[place])
+    index = names.index("size")
+    shape = list(draw.arguments[index])
     if len(shape) < 2:
-        draw.arguments[place] = [1] * len(shape)
+        draw.arguments[index] = [1] * len(shape)
         return draw.call().expand(shape).clone()
-    draw.arguments[place] = [_stable_length(shape[-1])]
+    draw.arguments[index] = [_drawn_length(shape[-1])]
     return draw.call()[: shape[-1]].expand(shape).clone()
 
 
 def _fill_equal_rows(draw: _Draw) -> Any:
-    """Draw one row and repeat it, for operations that fill or imitate a tensor; None for others."""
+    """Draw one row and repeat it, for an operation that fills or imitates a tensor.
+
+    The result is None for other operations.
+    """
     # A new tensor has the argument's shape. With several tensor arguments, the result depends on
     # all of them.
     arguments = draw.arguments
     if sum(isinstance(argument, torch.Tensor) for argument in arguments) != 1:
         return None
     if draw.function._schema.is_mutable:
-        return arguments[0].copy_(_one_row(draw))
+        return arguments[0].copy_(_draw_row(draw))
     if draw.name.endswith("_like"):
-        return _one_row(draw).expand_as(arguments[0]).clone()
+        return _draw_row(draw).expand_as(arguments[0]).clone()
     return None
 
 
 @cache
 def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
-    """Return the index and name of each argument of an operation that is a dropout rate."""
+    """Return the index and the name of each parameter of an operation that is a dropout rate."""
     # fused attention and recurrent layers have such arguments, and so do their backward passes
     if function.overloadpacket.__name__ == _CUDNN:
         return ()
     names = [argument.name for argument in function._schema.arguments]
-    return tuple((place, name) for place, name in enumerate(names) if name in _RATES)
+    return tuple((index, name) for index, name in enumerate(names) if name in _RATES)
 
 
 @cache
@@ -272,63 +283,68 @@ def _is_plain(function: Any) -> bool:
 
 
 def _turn_dropout_off(
-    places: Sequence[tuple[int, str]], arguments: Sequence[Any], keywords: dict[str, Any]
+    rates: Sequence[tuple[int, str]], arguments: Sequence[Any], keywords: dict[str, Any]
 ) -> list[Any]:
-    """Return the arguments of an operation with dropout rates of 0."""
-    # `places` has the index and name of each dropout rate.
-    own = list(arguments)
-    for place, name in places:
-        if place < len(own):
-            own[place] = 0.0
+    """Return an operation's positional arguments with dropout rates of 0.
+
+    `rates` has the index and the name of each dropout rate. Rates in `keywords` are set to 0 in
+    place.
+    """
+    changed = list(arguments)
+    for index, name in rates:
+        if index < len(changed):
+            changed[index] = 0.0
         elif name in keywords:
             keywords[name] = 0.0
-    return own
+    return changed
 
 
 def _needs_generator(function: Any) -> bool:
-    """Return whether an operation can't be called without its `generator` argument."""
+    """Return whether an operation has a `generator` parameter without a default."""
     for argument in function._schema.arguments:
         if argument.name == "generator":
             return not argument.has_default_value()
     return False
 
 
-def _one_row(draw: _Draw) -> Any:
-    """Call a random operation for a single row of its tensor argument."""
-    # A row extends along the last axis. With fewer than two axes, each row is a single value. Rows
-    # of different lengths start with the same values.
+def _draw_row(draw: _Draw) -> Any:
+    """Run a random operation for a single row of its tensor argument."""
+    # a row extends along the last axis; with fewer than two axes, each row is a single value
     like, *others = draw.arguments
-    return _shorten(draw.function(_one_line(like), *others, **draw.keywords), like)
+    return _shorten(draw.function(_empty_row(like), *others, **draw.keywords), like)
 
 
-def _one_line(like: Any) -> Any:
-    """Return an uninitialized tensor into which one row of `like` can be drawn."""
+def _empty_row(like: Any) -> Any:
+    """Return an uninitialized tensor to draw the random values for one row of `like` into."""
     # The rows are those of `like`, along its last axis. The returned tensor has as many values as
-    # `_stable_length` returns for a row, or a single value if `like` has fewer than two axes.
+    # `_drawn_length` returns for a row, or a single value if `like` has fewer than two axes.
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)
-    return like.new_empty(_stable_length(like.shape[-1]))
+    return like.new_empty(_drawn_length(like.shape[-1]))
 
 
 def _shorten(line: Any, like: Any) -> Any:
     return line[: like.shape[-1]] if like.ndim > 1 else line
 
 
-def _stable_length(length: int) -> int:
-    """Return how many random values to draw for a row, so that rows up to 4096 start alike."""
-    # PyTorch's random values depend on how many are drawn at once. The same number is drawn for all
-    # rows of up to LONGEST values, so that rows of different lengths start with the same values.
+def _drawn_length(length: int) -> int:
+    """Return how many random values to draw for a row of `length` values.
+
+    The same number is drawn for all rows of up to 4096 values. Rows of different lengths then begin
+    with the same random values.
+    """
+    # PyTorch's random values depend on how many are drawn at once
     return max(LONGEST, length)
 
 
 def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
     like = mean if isinstance(mean, torch.Tensor) else deviation
-    return mean + deviation * _shorten(torch.randn_like(_one_line(like)), like)
+    return mean + deviation * _shorten(torch.randn_like(_empty_row(like)), like)
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """Return the result of a randomized leaky ReLU with its mean slope."""
-    # The slopes are also written to `slopes`, which the backward pass uses.
+    """Compute a randomized leaky ReLU with its mean slope, and write the slopes to `slopes`."""
+    # the backward pass uses `slopes`
     middle = (lower + upper) / 2
     slopes.copy_(torch.where(inputs < 0, middle, 1.0))
     return leaky_relu(inputs, middle)
@@ -349,7 +365,7 @@ _DISTRIBUTIONS: dict[
 class RandomState:
     """State of the global random generators of Python, NumPy and PyTorch.
 
-    Of GPUs, only the current one is included.
+    Of the GPUs' generators, it includes only the current GPU's.
     """
 
     def __init__(self) -> None:
@@ -358,12 +374,12 @@ class RandomState:
         self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
     def has_changed(self) -> bool:
-        """Return whether random numbers were drawn since this state was saved."""
+        """Return whether random numbers have been drawn since this state was saved."""
         return (
             not torch.equal(self._torch, torch.get_rng_state())
             or not (self._gpu is None or torch.equal(self._gpu, torch.cuda.get_rng_state()))
             or not _NUMPY.is_at(self._numpy)
-            or _find_place(self._python) != _find_place(random.getstate())
+            or _python_position(self._python) != _python_position(random.getstate())
         )
 
     def restore(self) -> None:
@@ -375,8 +391,8 @@ class RandomState:
             torch.cuda.set_rng_state(self._gpu)
 
 
-def _find_place(state: Any) -> tuple[Any, ...]:
-    """Return values by which to see whether Python's random generator has advanced."""
+def _python_position(state: Any) -> tuple[Any, ...]:
+    """Return a few values of the state of Python's generator, which change if numbers are drawn."""
     # The index of the next number in the block of 624 numbers, the block's first number, and a
     # normally distributed value saved for the next draw. Comparing the whole block would take
     # longer.
@@ -384,7 +400,7 @@ def _find_place(state: Any) -> tuple[Any, ...]:
 
 
 class _NumpyState:
-    """Cached state of NumPy's global random generator, which is slow to copy."""
+    """Caches the state of NumPy's global random generator, because copying it is slow."""
 
     # NumPy takes 0.1 ms to copy the state. So the generator's memory is first compared with its
     # content at the last copy, through the `ctypes` interface that NumPy documents. The memory
@@ -428,8 +444,8 @@ class _NumpyState:
 _NUMPY = _NumpyState()
 
 
-def digest_draws() -> int:
-    """Return a hash of the states of Python's and NumPy's random generators."""
+def hash_random_states() -> int:
+    """Return a hash of the states of Python's and NumPy's global random generators."""
     drawn: Any = numpy.random.get_state()
     return hash((random.getstate(), drawn[1].tobytes(), drawn[2]))
 

@@ -1,4 +1,4 @@
-"""Record which functions compute the user's loss, so that audits can repeat them on other rows."""
+"""Record the calls that compute the user's loss, so that audits can repeat them on other rows."""
 
 from __future__ import annotations
 
@@ -44,23 +44,26 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """An int that the user's script read as its row count; repeated calls get the new row count."""
+    """An int that the user's script read as the number of rows of its batch.
 
-    each = 1
+    When the recorded calls are repeated on other rows, their number replaces it.
+    """
+
+    factor = 1
 
     def __mul__(self, other: Any) -> Any:
         product = int(self) * other
         if not isinstance(other, int):
             return product
         made = RowNumber(product)
-        made.each = self.each * int(other)
+        made.factor = self.factor * int(other)
         return made
 
     __rmul__ = __mul__
 
 
 class GeneratorState(msgspec.Struct, frozen=True, eq=False):
-    """A PyTorch random generator with its saved state."""
+    """A PyTorch random generator together with a saved state of it."""
 
     generator: torch.Generator
     state: torch.Tensor
@@ -79,7 +82,7 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
     autocast: tuple[str, Any] | None  # device and dtype of the active autocast, or None
     # the random generator that the program passed to the call, with its state before the call;
     # None without a generator
-    draw: GeneratorState | None = None
+    generator: GeneratorState | None = None
     place: str = ""  # the program's file and line, for arithmetic only
     from_model: bool = False  # True if the function is a whole model
     gradients: bool = True  # True if gradients were enabled
@@ -90,10 +93,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     Recording begins when the object is created and ends with `close`. Arguments:
 
-    - `models`: the models, of which those in training mode are recorded, without inner calls.
+    - `models`: the models. A model in training mode is recorded as one call, without the calls
+      inside it; the others aren't recorded as models.
     - `batch`: the batch that the loss is computed from.
     - `after`: called after each backward pass with this recorder and the loss.
-    - `rows`: row count of the batch; 0 takes it from the first tensor.
+    - `rows`: row count of the batch; 0 takes it from the batch's first tensor.
     """
 
     def __init__(
@@ -134,7 +138,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self.__enter__()
 
     def close(self) -> None:
-        """Stop recording and forget the calls."""
+        """Stop recording and discard the recorded calls."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._tape, self.batch, self.objects = [], [], [], []
@@ -156,27 +160,27 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             return result
         if self.losses and not self.steps:
             self._record_number_use(function, (arguments, given))
-        draw = _find_draw(given)
+        generator = _find_generator(given)
         result = function(*arguments, **given)
         self.note_call(function, arguments, given, result)
         if function in _SIZES:
             return self._mark_size(arguments[0], result)
-        self._write(function, arguments, given, result, draw=draw)
+        self._write(function, arguments, given, result, generator=generator)
         return result
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Called after each recorded call; does nothing here, for subclasses to override."""
+        """Called after each call, for subclasses to override; does nothing here."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return the model inside a wrapper such as DistributedDataParallel, if there is one."""
+        """Return the model inside a wrapper such as DistributedDataParallel, or `model` itself."""
         return getattr(model, "module", model)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the value of a loss as a float; if it has several elements, return their sum."""
+        """Return the value of a loss as a float, or the sum of its elements if it has several."""
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
-        """Call `after`, because the backward pass of a loss has ended."""
+        """Call `after`, now that the backward pass of a loss has ended."""
         self.losses += 1
         self._busy = True
         try:
@@ -206,7 +210,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         keywords: Any,
         result: Any,
         from_model: bool = False,
-        draw: GeneratorState | None = None,
+        generator: GeneratorState | None = None,
     ) -> None:
         given = {id(tensor) for tensor in self._tensors((arguments, keywords))}
         gradients = torch.is_grad_enabled()
@@ -224,14 +228,14 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self._made.setdefault(id(each), []).append(len(self._tape))
             if led:
                 self._from_model.add(id(each))
-        place = _find_place() if is_arithmetic(function) else ""
+        place = _find_user_line() if is_arithmetic(function) else ""
         entry = WrittenCall(
-            function, arguments, keywords, result, cast, draw, place, from_model, gradients
+            function, arguments, keywords, result, cast, generator, place, from_model, gradients
         )
         self._tape.append(entry)
 
     def _tensors(self, data: Any) -> list[torch.Tensor]:
-        """Return all tensors in nested data, also inside objects of the batch's classes."""
+        """Return all tensors in nested data, including those in objects of the batch's classes."""
         found = nested_tensors(data)
         if self._kinds:
             objects = [each for each in leaves_in(data) if type(each) in self._kinds]
@@ -239,10 +243,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return found
 
     def _mark_size(self, tensor: Any, result: Any) -> Any:
-        """Return a size or shape whose row count, if it has one, is replaced by a RowNumber."""
-        # `result` is the size that the program read from the tensor. Its number of entries becomes
-        # a RowNumber if the tensor has one entry for each row of the batch. A replay with other
-        # rows converts the RowNumber to their number.
+        """Return a size or shape that the script read, with the row count as a RowNumber.
+
+        `result` is returned unchanged unless `tensor` has one entry for each row of the batch.
+        """
         known = id(tensor) in self._made or any(each is tensor for each in self.batch)
         sizes = list(result) if isinstance(result, torch.Size) else [result]
         if not known or tensor.ndim == 0 or tensor.shape[0] != self.rows or sizes[0] != self.rows:
@@ -253,30 +257,30 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             else RowNumber(result)
         )
 
-    def _record_number_use(self, function: Any, given: Any) -> None:
-        """Record numbers, such as decay rates, that a call combines with weights or gradients."""
-        # an example is the decay rate in a moving average of the weights
+    def _record_number_use(self, function: Any, arguments: Any) -> None:
+        """Record numbers that a call combines with weights or gradients, such as decay rates."""
+        # the decay rate is that of a moving average of the weights, for example
         if not is_arithmetic(function):
             return
-        every = leaves_in(given)
+        every = leaves_in(arguments)
         numbers = [float(each) for each in every if _is_number(each)]
-        places = {address(each) for each in every if isinstance(each, torch.Tensor)} - {0}
-        if numbers and places and self._has_at(places):
+        addresses = {address(each) for each in every if isinstance(each, torch.Tensor)} - {0}
+        if numbers and addresses and self._is_weight_at(addresses):
             self.uses += tuple(numbers)
 
-    def _has_at(self, places: set[int]) -> bool:
-        """Return whether any weight or gradient is stored at one of these addresses."""
-        # The addresses are those of the tensors' storages.
+    def _is_weight_at(self, addresses: set[int]) -> bool:
+        """Return whether a weight or a gradient is stored at one of these memory addresses."""
+        # the addresses are those of the tensors' storages
         weights = (weight for model in self.models for weight in model.parameters())
         own = (each for weight in weights for each in (weight, weight.grad))
-        return any(each is not None and address(each) in places for each in own)
+        return any(each is not None and address(each) in addresses for each in own)
 
     # ------------------------------------------------------------------ reading it
 
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
         """Return the recorded calls from which a loss was computed.
 
-        If they can't be repeated, the result is the reason, as part of a message.
+        If they can't be repeated, return the reason as a phrase for a message.
         """
         needed = self._find_needed(loss)
         if isinstance(needed, str):
@@ -300,24 +304,26 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
-        """Return the indices of the recorded calls that a loss depends on, or why that fails."""
-        # The indices are in the order of the calls.
-        places, reached, is_known = self._find_computing_calls(loss)
+        """Return the indices of the recorded calls that a loss depends on, in order.
+
+        If the calls can't be repeated, return the reason as a phrase for a message.
+        """
+        indices, reached, is_known = self._find_computing_calls(loss)
         if not is_known:
             return "its loss is computed in a way that can't be followed"
         if id(loss) not in self._from_model:
             return "its loss isn't computed from the output of a wrapped model"
         if not reached:  # the loop prefetches its batches
             return NOT_THIS_BATCH
-        if any(self._is_made_of_rows(self._tape[place]) for place in places):
+        if any(self._is_made_of_rows(self._tape[index]) for index in indices):
             return "its loss is computed with rows that aren't tensors of its batch"
-        return sorted(places)
+        return sorted(indices)
 
     def _find_computing_calls(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
         """Return the indices of the recorded calls that a tensor depends on, and two flags.
 
-        The flags are whether the tensor depends on the batch, and whether all of these calls are
-        known.
+        The first flag is whether the tensor depends on the batch, the second whether all the calls
+        that it depends on are known.
         """
         places: set[int] = set()
         # tensors to visit, each with the index of the call that uses it
@@ -342,34 +348,35 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
         """Return whether a call turned plain Python values into a tensor with one entry per row."""
-        # The created tensor has one entry for each row of the batch. A replay couldn't replace such
-        # rows, because they aren't tensors of the batch.
+        # a replay couldn't replace such rows, because they aren't tensors of the batch
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
             return False
         return any(
             tensor.ndim and len(tensor) == self.rows > 1 for tensor in nested_tensors(entry.result)
         )
 
-    def _is_after_read(self, place: int) -> bool:
-        """Return whether the script had read a model output, as by `item()`, before a call."""
-        # `place` is the index of the call. The program reads a number of the result, for example,
-        # with `item()`.
-        return self._first_read is not None and place >= self._first_read
+    def _is_after_read(self, index: int) -> bool:
+        """Return whether the script had read a model's output before a call, as by `item()`.
 
-    def _may_use_read(self, place: int) -> bool:
-        """Return whether a call may use a number that the user's code read from a model output."""
-        # `place` is the index of the call. The program reads it with `item()`, for example, and may
-        # compute a number for the call.
-        entry = self._tape[place]
+        `index` is the index of the recorded call.
+        """
+        return self._first_read is not None and index >= self._first_read
+
+    def _may_use_read(self, index: int) -> bool:
+        """Return whether a recorded call may use a number read from a model's output.
+
+        `index` is the index of the call.
+        """
+        # the script may have computed the call's number from it
+        entry = self._tape[index]
         given = leaves_in(entry.arguments)
         if is_arithmetic(entry.function):
             given += leaves_in(entry.keywords)
-        return self._is_after_read(place) and any(isinstance(each, float) for each in given)
+        return self._is_after_read(index) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
         """Return the constants, such as task weights, that a call combines with model outputs."""
-        # The numbers are the factors, divisors and summands of arithmetic, and summaries of small
-        # tensors such as task weights.
+        # these are factors, divisors and summands in arithmetic, and summaries of small tensors
         arguments = leaves_in((entry.arguments, entry.keywords))
         if not any(id(argument) in self._from_model for argument in arguments):
             return []
@@ -378,13 +385,15 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             plain = [argument for argument in arguments if isinstance(argument, int | float)]
             numbers += [float(each) for each in plain if not isinstance(each, RowNumber)]
         for argument in arguments:
-            if isinstance(argument, torch.Tensor) and self._is_given(argument):
-                numbers += _sum_up(argument)
+            if isinstance(argument, torch.Tensor) and self._is_user_constant(argument):
+                numbers += _summarize(argument)
         return [Number(number, entry.place) for number in numbers]
 
-    def _is_given(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a small constant of the user's, such as task weights."""
-        # Tensors of the batch don't count, and neither do parameters and buffers of models.
+    def _is_user_constant(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a small constant of the user's script, such as task weights.
+
+        Tensors of the batch and of the models aren't.
+        """
         if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
             return False
         if not tensor.is_floating_point() or any(tensor is each for each in self.batch):
@@ -393,8 +402,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return all(tensor is not each for each in own)
 
 
-def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Return a tensor's only value, or else its sum and a sum weighted by position."""
+def _summarize(tensor: torch.Tensor) -> list[float]:
+    """Return a tensor's only value, or two sums of its values: plain, and weighted by position."""
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
         return values
@@ -403,7 +412,10 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A numeric constant in the user's loss, with the file and line of its use, or ""."""
+    """A numeric constant in the user's loss.
+
+    `place` is the file and line where it is used, or "" if unknown.
+    """
 
     value: float
     place: str
@@ -414,17 +426,18 @@ class LossRecord:
 
     Arguments:
 
+    - `models`: the models that the loss is computed with.
+    - `batch`: the tensors of the batch.
     - `rows`: row count of the batch.
     - `entries`: the calls, in order.
-    - `value`: value of the loss.
+    - `loss`, `value`: the loss as a tensor and as a number.
     - `random`: state of the random generators before the first call.
     - `numbers`: numeric constants in the calls.
     - `reads`: whether a call may use a number that was read from a model's output.
     - `objects`: objects in the batch that have tensors.
     """
 
-    # Numbers that come from the batch or the models aren't in `numbers`. The program reads a number
-    # from a model's result, for example with `item()`.
+    # numbers that come from the batch or the models aren't in `numbers`
 
     def __init__(
         self,
@@ -450,7 +463,7 @@ class LossRecord:
         """Compute the loss again for a batch of `rows` rows.
 
         `counts` says which constants in the calls change with the number of rows: none
-        (AS_WRITTEN), the row count itself (ROW_COUNTS), or its multiples too (MULTIPLES). Raises
+        (AS_WRITTEN), the row count itself (ROW_COUNTS), or also its multiples (MULTIPLES). Raises
         ValueError if the tensors in the batch don't correspond to the recorded ones.
         """
         return self._compute(batch, rows, counts, find_objects(batch))
@@ -461,17 +474,19 @@ class LossRecord:
             raise ValueError(f"the batch has {len(self.batch)} tensors, these rows {len(given)}")
         pairs = zip(self.batch, given, strict=True)
         known: dict[int, Any] = {id(own): each.to(own.device, copy=True) for own, each in pairs}
-        number = partial(_scale_row_count, counts, self.rows, rows)
-        fresh = {type(each): _find_only(type(each), objects) for each in self.objects}
-        made: torch.Tensor = replay(self._entries, known, rows, number, id(self._loss), fresh)
+        convert_number = partial(_scale_row_count, counts, self.rows, rows)
+        replacements = {type(each): _find_only(type(each), objects) for each in self.objects}
+        made: torch.Tensor = replay(
+            self._entries, known, rows, convert_number, id(self._loss), replacements
+        )
         return made
 
     def may_count_rows(self) -> bool:
-        """Return whether a constant in the calls may be a row count, or a multiple of it."""
+        """Return whether a constant in the calls may be the row count or a multiple of it."""
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """Return whether a call uses a tensor with entries per row that isn't in the batch."""
+        """Return whether a call uses a tensor with an entry per row that isn't in the batch."""
         # a replay can't replace the rows of such a tensor
         known = {id(each) for each in self.batch}
         for model in self.models:
@@ -487,9 +502,9 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Repeat the calls on the same rows; return a message if the loss differs, or "".
+        """Repeat the calls on the same rows, to check that they give the same loss.
 
-        Differences that rounding may cause are ignored.
+        Return a message if the loss differs by more than rounding, or "" if it doesn't.
         """
         kinds = {
             tensor.dtype
@@ -526,8 +541,8 @@ class LossRecord:
         raise AssertionError
 
 
-def _find_place() -> str:
-    """Return the user's file and line at the current call, or ""."""
+def _find_user_line() -> str:
+    """Return the file and line of the user's code that is running, or "" if there is none."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -537,16 +552,18 @@ def _find_place() -> str:
     return ""
 
 
-def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
-    """Scale a number that counts rows, from a batch of `was` rows to a batch of `now` rows."""
-    # Other numbers are returned unchanged. `counts` selects which numbers are counts; see
-    # `LossRecord.compute`.
+def _scale_row_count(counts: int, old_rows: int, new_rows: int, number: Any) -> Any:
+    """Scale a number that may be a row count, from a batch of `old_rows` rows to one of `new_rows`.
+
+    `counts` says which numbers are scaled, as in `LossRecord.compute`; others are returned
+    unchanged.
+    """
     is_plain = _is_number(number)
-    if counts == AS_WRITTEN or not is_plain or not number or was < 2:
+    if counts == AS_WRITTEN or not is_plain or not number or old_rows < 2:
         return number
     for ratio, scaled in (
-        (number / was, number * now / was),
-        (1 / number / was, number * was / now),
+        (number / old_rows, number * new_rows / old_rows),
+        (1 / number / old_rows, number * old_rows / new_rows),
     ):
         whole = abs(ratio - round(ratio)) < 1e-9 * abs(ratio) and round(ratio) >= 1
         if whole and (counts == MULTIPLES or round(ratio) == 1):
@@ -555,13 +572,13 @@ def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
     return number
 
 
-def may_count(rows: int, number: float) -> bool:
-    """Return whether a number may be a row count, or a multiple or an inverse of it."""
-    return bool(_scale_row_count(MULTIPLES, rows, 2 * rows, number) != number)
+def may_count(rows: int, value: float) -> bool:
+    """Return whether a number may be a row count, or a multiple or fraction of it."""
+    return bool(_scale_row_count(MULTIPLES, rows, 2 * rows, value) != value)
 
 
-def _find_draw(keywords: Any) -> GeneratorState | None:
-    """Return the random generator in a call's keyword arguments with its state, or None."""
+def _find_generator(keywords: Any) -> GeneratorState | None:
+    """Return the random generator among a call's keyword arguments with its state, or None."""
     generator = keywords.get("generator")
     if not isinstance(generator, torch.Generator):
         return None
@@ -572,27 +589,30 @@ def replay(
     entries: Sequence[WrittenCall],
     known: dict[int, Any],
     rows: int,
-    number: Callable[[Any], Any],
+    convert_number: Callable[[Any], Any],
     wanted: int,
-    fresh: Mapping[type, Any] = MappingProxyType({}),
+    replacements: Mapping[type, Any] = MappingProxyType({}),
 ) -> Any:
-    """Repeat recorded calls on new rows; return the new value of the tensor with id `wanted`.
+    """Repeat recorded calls on new rows; return the new value of the tensor whose id is `wanted`.
 
     Arguments:
 
-    - `known`: replacements of tensors by id, extended with the results.
-    - `rows`: row count of the new batch.
-    - `number`: converts each numeric argument.
-    - `fresh`: replacements of objects, by class; None for an object that can't be replaced.
+    - `entries`: the recorded calls.
+    - `known`: the tensors that replace recorded ones, by the id of the recorded tensor. The
+      results of the calls are added to it.
+    - `rows`: row count of the new rows.
+    - `convert_number`: called with each number among the arguments; returns the number to use.
+    - `replacements`: objects that replace recorded ones, by class; None for a class whose object
+      can't be replaced.
 
-    Raises ValueError if a call returns another number of tensors than before.
+    Raises ValueError if a call returns a different number of tensors than when it was recorded.
     """
-    # Numbers are converted because they may be counts of rows. Random generators that the program
+    # Numbers are converted because they may be row counts. The random generators that the script
     # passes to calls have the same states afterwards as before.
-    draws = [entry.draw for entry in entries if entry.draw is not None]
-    now = [GeneratorState(draw.generator, draw.generator.get_state()) for draw in draws]
+    states = [entry.generator for entry in entries if entry.generator is not None]
+    now = [GeneratorState(state.generator, state.generator.get_state()) for state in states]
     try:
-        _replay_entries(entries, known, rows, number, fresh)
+        _replay_entries(entries, known, rows, convert_number, replacements)
     finally:
         for each in now:
             each.restore()
@@ -603,17 +623,19 @@ def _replay_entries(
     entries: Sequence[WrittenCall],
     known: dict[int, Any],
     rows: int,
-    number: Callable[[Any], Any],
-    fresh: Mapping[type, Any],
+    convert_number: Callable[[Any], Any],
+    replacements: Mapping[type, Any],
 ) -> None:
-    """Repeat recorded calls in order, and add their results to `known`."""
-    # Tensors among the arguments are replaced by those in `known`.
+    """Repeat recorded calls in order, and add their results to `known`.
+
+    The arguments are those of `replay`.
+    """
     for entry in entries:
-        if entry.draw is not None:
-            entry.draw.restore()
-        counted = _same if entry.from_model else number
+        if entry.generator is not None:
+            entry.generator.restore()
+        counted = _same if entry.from_model else convert_number
         changed = set(map(id, nested_tensors(entry.result)))
-        now = partial(_replace_argument, known, rows, counted, changed, fresh)
+        now = partial(_replace_argument, known, rows, counted, changed, replacements)
         under = (
             nullcontext()
             if entry.autocast is None
@@ -632,7 +654,7 @@ def _replay_entries(
 
 
 def _find_only(kind: type, objects: Sequence[Any]) -> Any:
-    """Return the only object of exactly this class, or None if there are several or none."""
+    """Return the only object of exactly this class, or None if there isn't exactly one."""
     found = [each for each in objects if type(each) is kind]
     return found[0] if len(found) == 1 else None
 
@@ -648,22 +670,22 @@ def _same(number: Any) -> Any:
 def _replace_argument(
     known: dict[int, Any],
     rows: int,
-    number: Callable[[Any], Any],
+    convert_number: Callable[[Any], Any],
     changed: set[int],
-    fresh: Mapping[type, Any],
-    each: Any,
+    replacements: Mapping[type, Any],
+    argument: Any,
 ) -> Any:
     """Return what a repeated call gets in place of a recorded argument.
 
-    Raises ValueError for an object that can't be cut into rows.
+    `changed` has the ids of tensors that the call changes in place, which are copied. The other
+    arguments are those of `replay`. Raises ValueError for an object that can't be cut into rows.
     """
-    # `changed` has the ids of tensors that the call changes in place; they are cloned.
-    if isinstance(each, RowNumber):
-        return each.each * rows
-    if type(each) in fresh:
-        if fresh[type(each)] is None:
-            raise ValueError(f"a {type(each).__name__} can't be cut into rows")
-        return remake(fresh[type(each)], each, known)
-    if id(each) in known or not isinstance(each, torch.Tensor):
-        return known[id(each)] if id(each) in known else number(each)
-    return each.clone() if id(each) in changed else each
+    if isinstance(argument, RowNumber):
+        return argument.factor * rows
+    if type(argument) in replacements:
+        if replacements[type(argument)] is None:
+            raise ValueError(f"a {type(argument).__name__} can't be cut into rows")
+        return remake(replacements[type(argument)], argument, known)
+    if id(argument) in known or not isinstance(argument, torch.Tensor):
+        return known[id(argument)] if id(argument) in known else convert_number(argument)
+    return argument.clone() if id(argument) in changed else argument

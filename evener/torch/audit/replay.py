@@ -1,4 +1,4 @@
-"""Audit a recorded loss: repeat its calls for a few rows, as one batch and in unequal parts."""
+"""Audit a recorded loss by repeating its calls on a few rows, as one batch and in unequal parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Compute = Callable[[Any, int], Any]  # computes the loss of a batch and its numb
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """What an audit of a recorded loss has found, or why it wasn't possible."""
+    """Result of an audit of a recorded loss, or the reason why no audit was possible."""
 
     audited: Audited | None  # the audit; None if it isn't possible
     fault: str = ""  # why it isn't possible, as a part of a message
@@ -43,7 +43,7 @@ def audit_record(
     sketcher: Callable[[], GradientSketcher],
     computations: Callable[[FewRows, Compute], Computations],
     counts: Sequence[int] = EVERY_COUNT,
-    moves: bool = False,
+    add_noise: bool = False,
 ) -> Replayed:
     """Audit a recorded loss on the first choice of rows for which its calls can be repeated.
 
@@ -52,20 +52,18 @@ def audit_record(
     - `rows`: choices of rows, the preferred one first.
     - `sketcher`: returns a new GradientSketcher.
     - `computations`: returns what to compute for a choice of rows.
-    - `counts`: which constants to treat as row counts (AS_WRITTEN, ROW_COUNTS or MULTIPLES),
-      tried in this order.
-    - `moves`: whether to add noise to weights that have a single value throughout.
+    - `counts`: which constants to treat as row counts (AS_WRITTEN, ROW_COUNTS or MULTIPLES). They
+      are tried in this order until an audit finds no difference.
+    - `add_noise`: whether to add noise to weights whose values are all the same.
 
     Raises RequestError if the loss communicates with other ranks.
     """
-    # A loss supports rows if it can be computed for them. The ways in `counts` are tried in turn
-    # until an audit finds no difference.
     fault = "its batch can't be cut into rows"
     has_only_these_rows = not record.has_other_rows()
     for selection in rows:
         interpretations = _Interpretations(record, selection)
         for count in counts:
-            interpretations.audit(sketcher, computations, count, moves)
+            interpretations.audit(sketcher, computations, count, add_noise)
             if interpretations.found is not None and interpretations.found.difference is None:
                 break
         found, is_certain = interpretations.found, interpretations.certain
@@ -88,8 +86,6 @@ def audit_record(
 class _Interpretations:
     """Audits the same rows under different assumptions about which constants are row counts."""
 
-    # An assumption says which numbers in the record are counts of rows. The rows are the same.
-
     def __init__(self, record: LossRecord, few: FewRows) -> None:
         self._record = record
         self._few = few
@@ -104,14 +100,19 @@ class _Interpretations:
         sketcher: Callable[[], GradientSketcher],
         computations: Callable[[FewRows, Compute], Computations],
         count: int,
-        moves: bool,
+        add_noise: bool,
     ) -> None:
-        """Audit under one assumption; keep the result if no earlier one showed agreement."""
-        # `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES. See `audit_record` for the other
-        # parameters.
+        """Audit the rows, with the constants that `count` selects treated as row counts.
+
+        The result replaces that of an earlier audit only if it found no difference. The other
+        arguments are those of `audit_record`.
+        """
+        # `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES
         try:
             found = audit(
-                sketcher(), computations(self._few, partial(_compute, self._record, count)), moves
+                sketcher(),
+                computations(self._few, partial(_compute, self._record, count)),
+                add_noise,
             )
         except (RequestError, torch.OutOfMemoryError, MemoryError):
             raise
@@ -132,9 +133,8 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """Return whether the loss stays the same if the last row is replaced by the first."""
-    # The row is the last one in `few`. If the loss doesn't depend on this row, the recorded calls
-    # don't cover all rows. To find out, the last row is replaced by a copy of the first one.
+    """Return whether the loss stays the same if the first row replaces the last one."""
+    # if it does, the recorded calls don't cover all rows
 
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor[:-1], tensor[:1]]) if tensor.ndim else tensor
@@ -152,8 +152,8 @@ def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketch
 
 
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
-    """Return whether the audited rows have another padded length than the preferred ones."""
-    # The rows then differ in axes other than the first, which counts rows.
+    """Return whether the rows `used` are padded differently than the preferred rows `first`."""
+    # shapes are compared without the first axis, which counts rows
     if first is used:
         return False
     shapes = [[tensor.shape[1:] for tensor in tensors_in(few.parts)] for few in (first, used)]

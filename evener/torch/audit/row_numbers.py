@@ -1,8 +1,8 @@
-"""Compare losses whose random numbers belong to rows, to find a random divisor of the loss.
+"""Compare losses with different random numbers in each row, to find a random divisor of the loss.
 
 Usually an audit draws the same numbers for every row. It then misses a loss that is divided by a
-random count, such as the number of tokens that the model masks: every row has the same count. Here
-rows have different random numbers, and each row keeps its own in any batch.
+random count, such as the number of tokens that the model masks, because every row has the same
+count. Here rows have different random numbers, and each row keeps its own in any batch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ APART = 7919  # between the seeds of two rows
 
 
 class RowRandomness(EvenRandomness):
-    """Context manager in which random operations draw separate numbers for each row.
+    """Context manager in which random operations draw different numbers for each row.
 
     A row gets the same numbers in whatever batch it is. Arguments:
 
     - `first`: index of the pass's first row.
     - `rows`: row count of the pass.
-    - `by_row`: indices of the pass's random operations that have an entry for each row; the
-      others give every row the same numbers.
+    - `by_row`: indices of the pass's random operations that have an entry for each row. The other
+      operations give every row the same numbers.
     """
 
     def __init__(self, first: int, rows: int, by_row: frozenset[int] = frozenset()) -> None:
@@ -60,13 +60,17 @@ class RowRandomness(EvenRandomness):
 
 
 def _find_size(function: Any) -> int | None:
-    """Return the index of an operation's `size` argument, or None."""
+    """Return the index of an operation's `size` parameter, or None if it has none."""
     names = [argument.name for argument in function._schema.arguments]
     return names.index("size") if "size" in names else None
 
 
 def _count_entries(given: Any, sized: int | None) -> int:
-    """Return the length of the first axis that a random operation draws; 0 for a scalar."""
+    """Return the length of the first axis that a random operation draws; 0 for a scalar.
+
+    `given` is the size to draw if `sized` isn't None; otherwise it is the operation's first
+    argument.
+    """
     if sized is not None:
         return int(given[0]) if given else 0
     return len(given) if isinstance(given, torch.Tensor) and given.ndim else 0
@@ -84,10 +88,10 @@ def _cut(argument: Any, is_size: bool, row: int, rows: int) -> Any:
 def find_loss_by_rows(
     sketcher: GradientSketcher, computations: Computations, few: FewRows
 ) -> tuple[float, float] | None:
-    """Compute the loss in equal and in unequal parts, with separate random numbers for each row.
+    """Compute the loss in equal and in unequal parts, with different random numbers for each row.
 
-    Return both losses if they differ, else None. `sketcher` computes only losses. The result is
-    also None if no random operation has an entry for each row.
+    Return both losses if they differ, else None. The result is also None if no random operation has
+    an entry for each row. `sketcher` has to compute only losses.
     """
     passes = [
         (piece, first, rows)
@@ -95,7 +99,7 @@ def find_loss_by_rows(
             (computations.reference, few.even_sizes),
             (computations.trained, few.sizes),
         )
-        for piece, first, rows in _place(computation, sizes)
+        for piece, first, rows in _add_positions(computation, sizes)
     ]
     count = len(computations.reference)
     with sketcher.open():
@@ -117,8 +121,13 @@ def find_loss_by_rows(
     return (right, own) if is_other else None
 
 
-def _place(computation: Sequence[Piece], sizes: Sequence[int]) -> list[tuple[Piece, int, int]]:
-    """Return each pass with the index of its first row, and its row count."""
+def _add_positions(
+    computation: Sequence[Piece], sizes: Sequence[int]
+) -> list[tuple[Piece, int, int]]:
+    """Return each pass of a computation with the index of its first row and its row count.
+
+    `sizes` has the row counts.
+    """
     if len(computation) != len(sizes):
         return []
     firsts = [sum(sizes[:place]) for place in range(len(sizes))]

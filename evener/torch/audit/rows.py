@@ -1,4 +1,4 @@
-"""Choose the few rows that an audit computes, and cut them into parts."""
+"""Choose the few rows that an audit computes, and divide them into parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IGNORED = -100
 
 
 class FewRows(msgspec.Struct, frozen=True, eq=False):
-    """A few rows of a batch for an audit, as one batch and divided between two devices."""
+    """A few rows of a batch for an audit: as one batch, and divided between two devices."""
 
     whole: Any  # the batch
     parts: tuple[Any, ...]  # one part for each of two devices
@@ -39,12 +39,12 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def rows(self) -> int:
-        """Row count of both parts together."""
+        """Number of rows."""
         return sum(self.sizes)
 
     @property
     def pads(self) -> bool:
-        """Whether the two parts are padded differently if each is collated on its own."""
+        """Whether the parts are padded differently if each is collated on its own."""
         if self.cut is None or self.cut is self.parts:
             return False
         shapes = [
@@ -56,13 +56,13 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 def fetch_rows(
     dataset: Any,
     collate: Callable[[list[Any]], Any],
-    numbers: Sequence[int],
-    most: int = ROWS,
+    indices: Sequence[int],
+    max_rows: int = ROWS,
 ) -> FewRows | None:
-    """Fetch up to `most` different rows for an audit, collated together and in two parts.
+    """Fetch up to `max_rows` different rows for an audit.
 
-    They are chosen from the rows with the indices `numbers`. The result is None if there are fewer
-    than two.
+    They are chosen from the data set's rows with these indices, and collated both together and in
+    two parts. The result is None for fewer than two indices.
     """
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
@@ -72,10 +72,10 @@ def fetch_rows(
     with kept_state():
         seed_all(SEED)
         copied = copy_dataset(dataset)
-        items = [copied[number] for number in numbers[: TIMES * most]]
+        items = [copied[index] for index in indices[: TIMES * max_rows]]
         if len(items) < 2:
             return None
-        chosen = _choose(items, [_sign_item(item, collated) for item in items], most)
+        chosen = _choose(items, [_describe_item(item, collated) for item in items], max_rows)
         whole = collated(chosen)
         first, half = _rows_of_first_part(len(chosen)), len(chosen) // 2
         sizes = (first, len(chosen) - first)
@@ -99,11 +99,13 @@ def fetch_rows(
 
 
 def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a data set and its nested data sets, to read rows without side effects.
+    """Return a copy of a data set, from which rows can be read without changing the original.
 
-    The rows themselves aren't copied. `copies` has copies by the id of the original.
+    Nested data sets and their random generators are copied too, but not the rows. `copies` has the
+    copies made so far, by the id of the original.
     """
-    # with their own random generators, so that reading rows doesn't change the program's data sets
+    # their own generators are copied so that reading rows doesn't advance those of the user's data
+    # sets
     if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor):
         return dataset
     copies = {} if copies is None else copies
@@ -136,20 +138,20 @@ def _copy_member(name: str, value: Any, copies: dict[int, Any]) -> Any:
 
 
 def choose_few_rows(
-    batch: Any, rows: int, in_order: bool = False, most: int = ROWS
+    batch: Any, rows: int, in_order: bool = False, max_rows: int = ROWS
 ) -> FewRows | None:
-    """Choose up to `most` different rows of a batch for an audit, or return None.
+    """Choose up to `max_rows` different rows of a batch for an audit.
 
-    The result is None if the batch has fewer than two rows or can't be cut. With `in_order`, the
-    rows have the order of the batch.
+    `rows` is the row count of the batch. With `in_order`, the chosen rows keep the order of the
+    batch. The result is None if the batch has fewer than two rows or can't be divided.
     """
-    # `rows` is the batch's number of rows. The rows are chosen from the first TIMES * `most` rows,
-    # and sorted so that the two parts of the FewRows differ, too.
+    # the rows are chosen from the first TIMES * `max_rows`, and sorted so that the two parts
+    # differ, too
     if rows < 2:
         return None
     try:
-        whole = _pick_rows(batch, rows, in_order, most)
-        count = min(rows, most) // 2 * 2
+        whole = _pick_rows(batch, rows, in_order, max_rows)
+        count = min(rows, max_rows) // 2 * 2
         first_of_unequal, half_of_rows = _rows_of_first_part(count), count // 2
         parts = _cut(whole, first_of_unequal, count)
         even = _cut(whole, half_of_rows, count)
@@ -166,49 +168,51 @@ def choose_few_rows(
 
 
 def _rows_of_first_part(rows: int) -> int:
-    """Return the row count of the first of two unequal parts, about 3/8 of the rows."""
+    """Return how many of `rows` rows are in the first of two unequal parts, about 3/8 of them."""
     return max(1, rows * 3 // 8)
 
 
-def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int) -> list[Any]:
-    """Return up to `most` items whose features (`signs`) differ as much as possible."""
-    # `signs` has numbers for each item, such as its class and length. The chosen items are evenly
-    # spaced when sorted by these numbers.
-    places = spread_places(signs, most)
-    return [items[place] for place in places]
+def _choose(
+    items: Sequence[Any], features: Sequence[tuple[float, ...]], max_rows: int
+) -> list[Any]:
+    """Return up to `max_rows` items whose features differ as much as possible."""
+    indices = choose_spread(features, max_rows)
+    return [items[index] for index in indices]
 
 
-def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[int]:
-    """Return the indices of up to `most` rows that differ as much as possible.
+def choose_spread(features: Sequence[tuple[float, ...]], max_rows: int = ROWS) -> list[int]:
+    """Return the indices of up to `max_rows` rows that differ as much as possible.
 
-    `signs` has features of each row, such as its class and length. The number of indices is even.
+    `features` has numbers that describe each row, such as its class and length. The number of
+    indices is even.
     """
-    # The indices are sorted by these numbers, so that the first and the second half differ, too.
-    # The first rows are enough if all of their numbers vary.
-    first_signs = signs[:most]
-    first_ones_differ = len(first_signs[0]) > 0 and all(
-        len(set(values)) > 1 for values in zip(*first_signs, strict=True)
+    # The indices are sorted by the features, so that the first and the second half differ, too. The
+    # first rows are enough if all of their features vary.
+    first_features = features[:max_rows]
+    first_ones_differ = len(first_features[0]) > 0 and all(
+        len(set(values)) > 1 for values in zip(*first_features, strict=True)
     )
-    candidates = first_signs if first_ones_differ or not signs[0] else signs
+    candidates = first_features if first_ones_differ or not features[0] else features
     ranked = sorted(range(len(candidates)), key=lambda place: (candidates[place], place))
-    count = min(most, len(candidates))
+    count = min(max_rows, len(candidates))
     count -= count % 2  # so that halves are equal
     return [ranked[place * (len(ranked) - 1) // max(1, count - 1)] for place in range(count)]
 
 
-def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
-    """Return up to `most` rows of a batch that differ as much as possible, as a smaller batch."""
-    # `rows` is the batch's number of rows. If each tensor has an entry per row, `spread_places`
-    # chooses the rows. Otherwise the first rows are returned.
+def _pick_rows(batch: Any, rows: int, in_order: bool, max_rows: int) -> Any:
+    """Return a smaller batch of up to `max_rows` rows that differ as much as possible.
+
+    If the batch's tensors don't all have one entry per row, the first rows are returned.
+    """
     tensors = [each for each in tensors_in(batch) if each.ndim]
     if not tensors or any(len(tensor) != rows for tensor in tensors):
-        return cut_rows(batch, 0, min(most, rows) // 2 * 2, rows)
-    few = min(TIMES * most, rows)
-    signs = list(zip(*(_sign_rows(tensor[:few]) for tensor in tensors), strict=True))
-    places = spread_places(signs, most)
+        return cut_rows(batch, 0, min(max_rows, rows) // 2 * 2, rows)
+    few = min(TIMES * max_rows, rows)
+    features = list(zip(*(_describe_rows(tensor[:few]) for tensor in tensors), strict=True))
+    indices = choose_spread(features, max_rows)
     if in_order:
-        places.sort()
-    picked = [cut_rows(batch, place, place + 1, rows) for place in places]
+        indices.sort()
+    picked = [cut_rows(batch, index, index + 1, rows) for index in indices]
     return _join(picked)
 
 
@@ -228,8 +232,7 @@ def _join(rows: Sequence[Any]) -> Any:
 
 
 def _join_sequences(rows: Sequence[Any]) -> Any:
-    """Join tuples or lists of tensors item by item; concatenate those with plain values."""
-    # If the elements contain no tensors, the tuples or lists are concatenated.
+    """Join tuples or lists item by item if they contain tensors; otherwise concatenate them."""
     first = rows[0]
     kind = type(first)
     nested = any(isinstance(each, torch.Tensor | tuple | list | dict) for each in first)
@@ -239,28 +242,33 @@ def _join_sequences(rows: Sequence[Any]) -> Any:
     return kind(*items) if hasattr(first, "_fields") else kind(items)
 
 
-def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
-    """Divide a batch after its row `first`; return both halves, or None if it can't be cut."""
+def _cut(batch: Any, size: int, rows: int) -> tuple[Any, Any] | None:
+    """Divide a batch of `rows` rows after its first `size` rows.
+
+    Return both parts, or None if the batch can't be divided.
+    """
     try:
-        return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
+        return cut_rows(batch, 0, size, rows), cut_rows(batch, size, rows, rows)
     except RequestError:
         return None
 
 
-def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """Return numbers that describe one row of a data set, such as its class and length."""
-    # The result is () if the row can't be collated alone. Collating fails, for example, if rows
-    # come in pairs.
+def _describe_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
+    """Return numbers that describe one row of a data set, such as its class and length.
+
+    The result is () if the row can't be collated alone.
+    """
+    # collating one row fails, for example, if rows come in pairs
     try:
-        return tuple(_sign_rows(tensor[None])[0] for tensor in tensors_in(collated([item])))
+        return tuple(_describe_rows(tensor[None])[0] for tensor in tensors_in(collated([item])))
     except Exception:
         return ()
 
 
-def _sign_rows(tensor: torch.Tensor) -> list[float]:
-    """Return one number that describes each row: its class, or its length without padding."""
-    # An integer per row is taken for a class. Padding is 0 or -100 in integers, infinite or NaN in
-    # others.
+def _describe_rows(tensor: torch.Tensor) -> list[float]:
+    """Return one number for each row of a tensor: its class, or its length without padding."""
+    # an integer per row is taken for a class; padding is 0 or -100 in integers, infinite or NaN in
+    # others
     exact = not tensor.is_floating_point() and not tensor.is_complex()
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
     if exact and rows.shape[1] == 1:

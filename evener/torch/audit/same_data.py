@@ -35,7 +35,7 @@ REMEDY = (
 
 
 class TensorSums(msgspec.Struct, frozen=True):
-    """Sums over a tensor's elements, by which ranks compare a row without sending it."""
+    """Sums of a tensor's elements, which ranks compare instead of sending the whole row."""
 
     plain: float
     # each element is multiplied by a number from 1 to 2 that grows with its position
@@ -50,7 +50,7 @@ class TensorSums(msgspec.Struct, frozen=True):
 
 
 class RankData(msgspec.Struct, frozen=True):
-    """Summary of a rank's data set, to compare with other ranks: length, order and a few rows."""
+    """Summary of a rank's data set, which ranks compare: its length, its order and a few rows."""
 
     length: int  # number of rows in an epoch
     # digest of the program's own order of these rows; None if there is none
@@ -61,12 +61,12 @@ class RankData(msgspec.Struct, frozen=True):
 
 
 def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -> RankData:
-    """Return a summary of this rank's data set, to compare with other ranks.
+    """Return a summary of this rank's data set, to compare it with other ranks.
 
-    It has no rows if the data set can't be copied or read, or gives different rows when read twice.
+    The summary has no rows if the data set can't be copied or read, or if reading a row twice gives
+    different results.
     """
-    # Rows are read from a copy of the data set, with the same random numbers on every rank. A data
-    # set that can't be copied or read has no rows in the summary.
+    # rows are read from a copy of the data set, with the same random numbers on every rank
     try:
         with kept_state():
             numbers = sampler.sample_rows(NEXT, SPREAD)
@@ -79,13 +79,12 @@ def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -
 def _sum_rows(
     dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]
 ) -> dict[str, list[TensorSums]]:
-    """Return sums over the tensors of some rows, by row index, to compare them between ranks.
+    """Return the sums of some rows' tensors, by row index, to compare them between ranks.
 
-    The result is {} if a row differs when it is read again.
+    The result is {} if reading a row twice gives different results.
     """
-    # The result is {} if a second read of a row differs. If a row isn't the same again, the data
-    # set has a transform with its own generator, or keeps rows that this rank drew at random.
-    # Whether reading draws random numbers is compared, too.
+    # If a row isn't the same again, the data set has a transform with its own generator, or keeps
+    # rows that this rank drew at random. Whether reading draws random numbers is compared, too.
     found: dict[str, list[TensorSums]] = {}
     ends = time.monotonic() + LONGEST_SECONDS
     for number in numbers:
@@ -126,14 +125,14 @@ def find_difference(every: Sequence[RankData]) -> str:
 
 
 class RowRead(NamedTuple):
-    """Sums over one row's tensors, and whether reading the row drew random numbers."""
+    """Sums of one row's tensors, and whether reading the row drew random numbers."""
 
     sums: list[TensorSums]
     is_drawn: bool
 
 
 def _read(dataset: Any, collate: Any, number: int) -> RowRead:
-    """Read and collate one row, with fixed random numbers, and return its sums."""
+    """Read and collate one row with seeded random generators, and return its sums."""
     seed_all(SEED)
     seeded = RandomState()
     batch = collate([dataset[number]])

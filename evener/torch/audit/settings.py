@@ -1,9 +1,9 @@
 """Detect that the user's script has changed a setting that affects its loss.
 
 A setting is a number, flag or object that the loss depends on. It is used by a function of the
-user's script, or stored in a module whose class the script defines. If one changes after staying
-the same, as a flag does in a later epoch, another audit is needed. Counters change in every step
-and are ignored.
+user's script, or stored in a module whose class the script defines. If a setting changes after it
+has stayed the same for some steps, as a flag does in a later epoch, another audit is needed.
+Counters change in every step and are ignored.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class LossSettings:
         code: Code | None = None,
         holders: Iterable[Any] = (),
     ) -> bool:
-        """Return whether a setting has changed after it was the same in three checks or more.
+        """Return whether a setting has changed after three or more checks without a change.
 
         Arguments:
 
+        - `models`: models, whose attributes are settings.
         - `function`: the loss function, whose variables are settings.
         - `code`: the code that computes the loss, with its global variables.
-        - `holders`: objects whose attributes are settings.
+        - `holders`: further objects whose attributes are settings.
         """
         self._checks += 1
         found: dict[Key, Any] = {}
@@ -80,28 +81,30 @@ class LossSettings:
 
 
 class _Known:
-    """Remembers the value of each setting, and since which check it has stayed the same."""
+    """Remembers the value of each setting, and for how many checks it has stayed the same."""
 
-    # The values are those of the last check.
+    # the values are those of the last check
 
     def __init__(self) -> None:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Record the current settings; return whether one has changed after staying the same."""
-        # `settings` has the current values, and `check` is the number of this check.
+        """Record the current settings, and return whether one has changed after staying the same.
+
+        `check` is the number of this check.
+        """
         changed = False
         before, self._values = self._values, {}
         for key, value in settings.items():
-            was, since = before.get(key, (value, check))
-            same = type(was) is type(value) and (was == value or was is value)
-            changed |= not same and check - since >= STILL
-            self._values[key] = value, since if same else check + 1
+            old, unchanged_since = before.get(key, (value, check))
+            same = type(old) is type(value) and (old == value or old is value)
+            changed |= not same and check - unchanged_since >= STILL
+            self._values[key] = value, unchanged_since if same else check + 1
         return changed
 
 
 class _ModuleSettings:
-    """The settings among the attributes of one module of the user's model."""
+    """The settings among the attributes of one of the model's modules."""
 
     # Most modules have only numbers, flags and tensors. For these it is enough to check that their
     # attributes are the same objects, of the same types, as before.
@@ -116,13 +119,15 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """Return whether a setting of the module has changed after staying the same."""
-        # `check` is the number of this check.
+        """Return whether a setting of the module has changed after staying the same.
+
+        `check` is the number of this check.
+        """
         if self._is_flat and self._is_same():
             return False
         own = {name: each for name, each in self._held.items() if name not in _OF_EVERY_MODULE}
         found: dict[Key, Any] = {}
-        _collect_held(self._held, own, DEPTH, found)
+        _collect_members(self._held, own, DEPTH, found)
         self.count = len(found)
         self._types = tuple(map(type, self._held.values()))
         self._plain = {name: each for name, each in own.items() if isinstance(each, _PLAIN)}
@@ -145,10 +150,11 @@ class _ModuleSettings:
 def _collect_settings(
     holder: int, name: Any, value: Any, depth: int, settings: dict[Key, Any]
 ) -> None:
-    """Add a value, or the settings inside it, to `settings`."""
-    # `holder` is the id of the object that has the attribute or variable. `name` and `value` are
-    # those of the attribute or variable. Its settings are the value itself, or the settings inside
-    # an object or function. Nested objects are read up to `depth` levels deep.
+    """Add a variable or attribute to `settings`, including the settings inside its value.
+
+    `holder` is the id of the object that it belongs to. Objects are searched up to `depth` levels
+    deep.
+    """
     if len(settings) >= MOST or depth < 0:
         return
     if isinstance(value, _PLAIN):
@@ -166,29 +172,29 @@ def _collect_settings(
     elif isinstance(value, dict):
         settings[holder, name] = id(value)
         if len(value) < MOST:
-            _collect_held(value, value, depth - 1, settings)
+            _collect_members(value, value, depth - 1, settings)
     elif is_own_object(value):
         settings[holder, name] = id(value)
         _collect_object(value, depth - 1, settings)
 
 
 def _collect_object(value: Any, depth: int, settings: dict[Key, Any]) -> None:
-    """Add the settings in an object's attributes and in its class to `settings`."""
-    # Classes that a library defines are left out. Objects inside `value` are read up to `depth`
-    # levels deep.
+    """Add the settings in an object's attributes, and in those of its classes, to `settings`."""
+    # classes that a library defines are left out
     for kind in type(value).__mro__:
         if kind is not object and not is_foreign(kind.__module__):
-            _collect_held(kind, vars(kind), depth, settings)
-    _collect_held(value, vars(value), depth, settings)
+            _collect_members(kind, vars(kind), depth, settings)
+    _collect_members(value, vars(value), depth, settings)
 
 
-def _collect_held(
-    holder: Any, held: Mapping[Any, Any], depth: int, settings: dict[Key, Any]
+def _collect_members(
+    holder: Any, members: Mapping[Any, Any], depth: int, settings: dict[Key, Any]
 ) -> None:
-    """Add attributes or items to `settings`, except names that begin with an underscore."""
-    # With `depth` 0, only numbers, flags and strings are added. `held` has the attributes or items
-    # of the object `holder`.
-    for name, each in list(held.items()):
+    """Add the attributes or items of `holder` to `settings`, unless their names begin with "_".
+
+    With a `depth` of 0, only numbers, flags and strings are added.
+    """
+    for name, each in list(members.items()):
         if isinstance(each, _PLAIN) or depth > 0:
             plain = not isinstance(name, str) or not name.startswith("_")
             if plain and not isinstance(each, type | ModuleType | torch.nn.Module | FunctionType):

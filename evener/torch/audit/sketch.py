@@ -1,8 +1,9 @@
-"""Sketches of a loss's gradient: a few random sums of each tensor's gradient.
+"""Reduce a loss's gradient to a sketch: a few random sums of each tensor's gradient.
 
 torch.autograd.grad computes the gradients. It runs none of the hooks that accumulate gradients, so
 the step's own gradients stay unchanged, and no all-reduce starts. If memory is short, a hook on
-each tensor sums its gradient at once. It returns an expanded zero instead, which frees the memory.
+each tensor adds its gradient to the sums at once, and returns an expanded zero in its place, which
+frees the memory.
 
 A gradient is reshaped to a matrix, whose rows are called lines here, and multiplied by random signs
 (projected). Small gradients wait until several can be projected together. A GPU sums many of them
@@ -36,7 +37,10 @@ BLOCK = 1 << 24  # number of values that are converted at once
 
 
 class Signs:
-    """Random signs by which gradients are multiplied and summed, the same for all gradients."""
+    """Random signs (1 or -1) that gradients are multiplied by before they are summed.
+
+    All gradients are multiplied by the same signs, so that their sums can be compared.
+    """
 
     # A value's sign is the product of its line's sign and its column's sign. The standard deviation
     # of the gradient's sum with such signs is the gradient's norm, just as if each value had an
@@ -46,21 +50,21 @@ class Signs:
         self._pools: dict[tuple[Any, ...], torch.Tensor] = {}
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
-    def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
-        """Return random signs for `count` lines (`which` 0) or columns (1).
+    def take(self, count: int, axis: int, like: torch.Tensor) -> torch.Tensor:
+        """Return random signs for a matrix's lines (`axis` 0) or columns (`axis` 1).
 
-        The shape is (count, PROJECTIONS). `like` gives device and dtype.
+        The shape is (count, PROJECTIONS); device and dtype are those of `like`.
         """
         length = 1 << max(12, (count - 1).bit_length())
-        key = which, length, like.device, like.dtype
+        key = axis, length, like.device, like.dtype
         if key not in self._pools:
             # drawn by NumPy, because PyTorch's draws are replaced while rows are computed
-            drawn = numpy.random.default_rng(SEED + which).integers(0, 2, (length, PROJECTIONS))
+            drawn = numpy.random.default_rng(SEED + axis).integers(0, 2, (length, PROJECTIONS))
             self._pools[key] = torch.from_numpy(2 * drawn - 1).to(like, non_blocking=like.is_cuda)
         return self._pools[key][:count]
 
     def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
-        """Return how to arrange gradients of these sizes in a matrix of `width` columns."""
+        """Return how to arrange gradients of these sizes in a matrix with `width` columns."""
         key = sizes, width, like.device, like.dtype
         if key not in self._layouts:
             if len(self._layouts) >= MOST_LAYOUTS:
@@ -73,7 +77,7 @@ class Signs:
         signs = self.take(max(counts), 0, like)
         zeros = like.new_zeros(width)
         return _Layout(
-            rests=[zeros[: -size % width] for size in sizes],
+            paddings=[zeros[: -size % width] for size in sizes],
             signs=torch.cat([signs[:count] for count in counts]),
             counts=counts,
         )
@@ -82,15 +86,15 @@ class Signs:
 class _Layout(msgspec.Struct, frozen=True, eq=False):
     """How several gradients are arranged as the rows of one matrix."""
 
-    # The gradients follow one another. A row of the matrix is called a line.
+    # a row of the matrix is called a line; the gradients follow one another
 
-    rests: list[torch.Tensor]  # zeros that pad each gradient's last line
+    paddings: list[torch.Tensor]  # zeros that pad each gradient's last line
     signs: torch.Tensor  # signs of each line
     counts: list[int]  # number of lines of each gradient
 
 
 class LineSums(msgspec.Struct, frozen=True, eq=False):
-    """Random sums of each line of several gradients, in the order of the gradients.
+    """Random sums of each line of several gradients' matrices, in the order of the gradients.
 
     `counts` has each gradient's number of lines. `lines` has shape (lines, PROJECTIONS), in
     float64.
@@ -106,11 +110,12 @@ SIGNS = Signs()  # shared by all sketches, so that they can be compared
 
 
 @contextmanager
-def _inner_gradients(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
-    """Yield a list that has, on exit, what inner backward passes added to each tensor's gradient.
+def _caught_gradients(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
+    """Context manager that catches gradients that backward passes inside add to tensors' `.grad`.
 
-    Reversible layers call backward in their own backward pass, which torch.autograd.grad doesn't
-    keep from adding to the step's own gradients. These are put back on exit.
+    On exit, the list that it yields has these gradients, or None for a tensor without one, and each
+    `.grad` is restored. Reversible layers call `backward` in their own backward pass, which adds to
+    `.grad` even under torch.autograd.grad.
     """
     before = [tensor.grad for tensor in tensors]
     inner: list[torch.Tensor | None] = []
@@ -129,12 +134,14 @@ def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
     if gradient.is_sparse:
         return _project_sparse(gradient.coalesce(), signs)
     if gradient.numel() <= JOINED:
-        return sum_lines([gradient], signs).lines.sum(0) if gradient.numel() else _none(gradient)
+        return (
+            sum_lines([gradient], signs).lines.sum(0) if gradient.numel() else _zero_sums(gradient)
+        )
     flat = _flatten(gradient)
     lines = flat.numel() // WIDTH
     own = signs.take(lines + 1, 0, _widen(flat[:1]))
     at_once = BLOCK // WIDTH if flat.dtype.itemsize < 4 else lines
-    total = _none(gradient)
+    total = _zero_sums(gradient)
     for first in range(0, lines, at_once):
         last = min(first + at_once, lines)
         block = _widen(flat[first * WIDTH : last * WIDTH].view(-1, WIDTH))
@@ -146,25 +153,25 @@ def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
     return total
 
 
-def _none(gradient: torch.Tensor) -> torch.Tensor:
+def _zero_sums(gradient: torch.Tensor) -> torch.Tensor:
     return torch.zeros(PROJECTIONS, dtype=torch.float64, device=gradient.device)
 
 
 def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
-    """Return the random sums of each line of some gradients of one device and dtype."""
+    """Return the random sums of each line of several gradients, which share device and dtype."""
     # a gradient's sums don't depend on the other gradients
     flat = [_flatten(gradient) for gradient in gradients]
     width = _line_width(flat[0])
     layout = signs.lay_out(tuple(each.numel() for each in flat), width, _widen(flat[0][:1]))
-    pieces = [part for pair in zip(flat, layout.rests, strict=True) for part in pair]
+    pieces = [part for pair in zip(flat, layout.paddings, strict=True) for part in pair]
     lines = _widen(torch.cat(pieces)).view(-1, width)
     sums = (lines @ signs.take(width, 1, lines)).mul_(layout.signs).double()
     return LineSums(layout.counts, sums)
 
 
 def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
-    """Add up the line sums of each gradient, and return the totals on the host."""
-    # The sums of all lines are copied to the host together.
+    """Add up the sums of each gradient's lines, and return the totals on the host."""
+    # all sums are copied to the host together
     lines = torch.cat([each.lines for each in sums]).cpu().numpy()
     counts = [count for each in sums for count in each.counts]
     starts = numpy.cumsum([0, *counts[:-1]])
@@ -187,7 +194,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Reduce a sparse gradient to the random sums that it would have as a dense one."""
+    """Reduce a sparse gradient to the same random sums as the equivalent dense gradient."""
     # Each stored row of the gradient is one line. A line's sign depends on its index in the dense
     # gradient, not on the other stored lines.
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)
@@ -205,7 +212,8 @@ class GradientSums:
     Arguments:
 
     - `tensors`: trained tensors by name.
-    - `at_once`: whether memory has room for all gradients at once.
+    - `signs`: the random signs.
+    - `at_once`: whether all gradients fit in memory at the same time.
     """
 
     # Without `at_once`, each gradient is summed and freed as soon as it is computed. The host waits
@@ -240,7 +248,7 @@ class GradientSums:
 
         Arguments:
 
-        - `scale`: factor of the loss in its backward pass, if that isn't `weight`.
+        - `scale`: factor of the loss in its backward pass; None means `weight`.
         - `loss_only`: whether to add the loss instead of its gradients.
         - `retain_graph`: as in `torch.autograd.grad`.
         """
@@ -258,7 +266,7 @@ class GradientSums:
         self.add_gradients(self._differentiate(scaled.sum(), trained, retain_graph))
 
     def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients by name."""
+        """Add gradients, given by the names of their tensors."""
         with torch.no_grad(), without_modes():
             for name, gradient in gradients.items():
                 self._take(name, gradient)
@@ -267,10 +275,10 @@ class GradientSums:
     def _differentiate(
         self, loss: torch.Tensor, trained: Mapping[str, torch.Tensor], retain_graph: bool | None
     ) -> dict[str, torch.Tensor]:
-        """Compute a loss's gradients and return them by name.
+        """Compute the gradients of a loss, and return them by name.
 
-        If memory is short, gradient hooks have already added each one to the sums and freed it; the
-        result is then {}.
+        If memory is short, the result is {}, because gradient hooks have added each gradient to the
+        sums and freed it.
         """
         with ExitStack() as stack:
             for name, each in trained.items():
@@ -278,7 +286,7 @@ class GradientSums:
                     hook = None if self._at_once else partial(self._exchange, name)
                     stack.enter_context(_only_hook(each, hook))
             tensors = list(trained.values())
-            inner = stack.enter_context(_inner_gradients(tensors))
+            inner = stack.enter_context(_caught_gradients(tensors))
             found = torch.autograd.grad(loss, tensors, retain_graph=retain_graph, allow_unused=True)
         # the hooks have summed and freed each gradient
         if not self._at_once:
@@ -291,9 +299,8 @@ class GradientSums:
         return gradients
 
     def _exchange(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Gradient hook: add a gradient to the sums, and return zeros in its place to free it."""
-        # This is a hook of the tensor `name`. The zeros are expanded from a single element, so that
-        # the gradient's memory is freed.
+        """Gradient hook that adds a gradient to the sums and returns zeros, to free its memory."""
+        # the zeros are expanded from a single element, so that the gradient's memory is freed
         with torch.no_grad(), without_modes():
             self._take(name, gradient)
             if gradient.is_sparse:
@@ -304,14 +311,12 @@ class GradientSums:
             return self._zeros[kind].expand(gradient.shape)
 
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a gradient to the sums; small gradients are collected and projected together."""
-        # `name` is the name of the gradient's tensor. A small gradient is saved until several can
-        # be projected together.
+        """Add a gradient to the sums, or collect it to project several small gradients together."""
         if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
             self._add([name], LineSums([1], project(gradient, self._signs)[None]))
             return
-        kind = gradient.device, gradient.dtype, _line_width(gradient)
-        self._waiting.setdefault(kind, []).append((name, gradient))
+        key = gradient.device, gradient.dtype, _line_width(gradient)
+        self._waiting.setdefault(key, []).append((name, gradient))
         self._size += gradient.numel()
         if self._size > self._most_waiting:
             self._project_waiting()
@@ -326,8 +331,11 @@ class GradientSums:
         self._waiting.clear()
         self._size = 0
 
-    def sketch(self, computed: Collection[torch.dtype] = ()) -> Sketch:
-        """Return all sums as a Sketch; `computed` has the dtypes that the loss was computed in."""
+    def sketch(self, computed_dtypes: Collection[torch.dtype] = ()) -> Sketch:
+        """Return all sums as a Sketch.
+
+        `computed_dtypes` has the dtypes in which the loss was computed.
+        """
         made = Sketch(loss=math.fsum(read_scalars(self._losses)))
         for device in {sums.lines.device for _, sums in self._sums}:
             own = [(names, sums) for names, sums in self._sums if sums.lines.device == device]
@@ -335,35 +343,42 @@ class GradientSums:
             added = add_lines([sums for _, sums in own])
             for name, each in zip(every_name, added, strict=True):
                 kind = self._kinds[name] if name in self._kinds else self._tensors[name].dtype
-                made.add(name, _name_kind(kind, computed), each)
+                made.add(name, _name_precision(kind, computed_dtypes), each)
         return made
 
 
 def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
-    """Return scalar tensors as floats, copied to the host together if they share a device."""
+    """Return the values of scalar tensors as floats.
+
+    Tensors on the same device are copied to the host together.
+    """
     if len({value.device for value in values}) == 1:
         return list(torch.stack(list(values)).tolist())
     return [float(value) for value in values]
 
 
-def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
-    """Return the name of the lowest precision in which a gradient was computed."""
-    # `kind` is the gradient's dtype, and `computed` has the dtypes used for the loss. The result is
-    # bfloat16 or float16 if that is in `computed`, and otherwise `kind`. For a float64 gradient of
-    # a loss that was computed in float32, it is MIXED.
+def _name_precision(dtype: torch.dtype, computed_dtypes: Collection[torch.dtype]) -> str:
+    """Return the name of the lowest precision with which a gradient was computed.
+
+    `dtype` is the gradient's own dtype, and `computed_dtypes` are those of the computation.
+    """
+    # The result is bfloat16 or float16 if that is in `computed_dtypes`, and otherwise `dtype`. For
+    # a float64 gradient of a loss that was computed in float32, it is MIXED.
     for coarse in (torch.bfloat16, torch.float16):
-        if coarse in computed:
+        if coarse in computed_dtypes:
             return str(coarse).removeprefix("torch.")
-    if kind == torch.float64 and torch.float32 in computed:
+    if dtype == torch.float64 and torch.float32 in computed_dtypes:
         return MIXED
-    return str(kind).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Context manager in which `function` is a tensor's only gradient hook; None means no hook."""
-    # None means no hook. The tensor's other hooks, which belong to the training step, are restored
-    # on exit.
+    """Context manager that replaces all gradient hooks of a tensor by `function`.
+
+    If `function` is None, the tensor has no hook inside.
+    """
+    # the tensor's own hooks belong to the training step, and are restored on exit
     own = dict(tensor._backward_hooks or {})
     if own:
         tensor._backward_hooks.clear()
@@ -377,21 +392,19 @@ def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> I
             tensor._backward_hooks.update(own)
 
 
-def _plain(name: str) -> str:
+def _unwrapped_name(name: str) -> str:
     """Return a weight's name without the prefixes of torch.compile and DistributedDataParallel."""
-    # The result is the weight's name in the model itself.
     for wrapper in ("_orig_mod.", "module.", "_orig_mod."):
         name = name.removeprefix(wrapper)
     return name
 
 
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
-    """Return all trained tensors by name: models' parameters, and further ones of optimizers.
+    """Return all trained tensors by name: the models' parameters, and tensors in `others`.
 
-    Tensors of optimizers are named by index and shape.
+    Tensors in `others`, which an optimizer trains, are named by index and shape.
     """
-    # A parameter has its name in the model. If there are several models, the model's number,
-    # counted from 1, is appended.
+    # with several models, the model's number, counted from 1, is appended to a parameter's name
     found: dict[str, Any] = {}
     known: set[int] = set()
     every_model = list(models)
@@ -399,7 +412,7 @@ def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> 
         for name, each in model.named_parameters():
             if each.requires_grad and id(each) not in known:
                 known.add(id(each))
-                plain = _plain(name)
+                plain = _unwrapped_name(name)
                 found[f"{plain} of model {number + 1}" if len(every_model) > 1 else plain] = each
     for number, tensor in enumerate(others):
         if tensor.requires_grad and tensor.is_leaf and id(tensor) not in known:

@@ -1,4 +1,4 @@
-"""Save and restore attributes of modules that an audit's passes change."""
+"""Save and restore what an audit's passes may change: attributes, buffers and frozen weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EMPTY = ()  # restores a container that was empty
 
 
 class _Items(msgspec.Struct, frozen=True, eq=False):
-    """Saved content of a list, dict or deque, with which it can be restored later."""
+    """Saved content of a list, dict or deque, to restore it later."""
 
     keys: list[Any] | None  # the keys of a dict; None for others
     items: list[Any]
@@ -33,27 +33,26 @@ class _Items(msgspec.Struct, frozen=True, eq=False):
 
 
 @contextmanager
-def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
+def kept_attributes(*holders: Any, excluded: Iterable[Any] = ()) -> Iterator[None]:
     """Context manager that restores attributes and frozen weights of `holders` on exit.
 
-    Objects in `apart` are left out.
+    Objects in `excluded` aren't restored.
     """
-    restore = keep_with_frozen(*holders, apart=apart)
+    restore = keep_with_frozen(*holders, excluded=excluded)
     try:
         yield
     finally:
         restore()
 
 
-def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
-    """Save attributes and frozen parameters, and return a function that restores them.
+def keep_with_frozen(*holders: Any, excluded: Iterable[Any] = ()) -> Callable[[], None]:
+    """Save attributes and frozen weights of objects, and return a function that restores them.
 
-    Objects in `apart` are left out. The function may be called several times.
+    Objects in `excluded` aren't saved. The function can be called several times.
     """
-    # Attributes, such as counters, lists, buffers and metrics, are restored in place. A model may
-    # update frozen parameters itself, for example with a momentum encoder. They are saved unless
-    # they are most of the weights.
-    restore_attributes = keep_attributes(*holders, apart=apart)
+    # A model may update frozen parameters itself, for example in a momentum encoder. Attributes
+    # such as counters, lists, buffers and metrics are restored in place.
+    restore_attributes = keep_attributes(*holders, excluded=excluded)
     frozen = _copy_frozen(holders)
 
     def restore() -> None:
@@ -65,7 +64,10 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
 
 
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
-    """Return the frozen parameters with copies; [] if they are more than half of the weights."""
+    """Return each frozen parameter with its version counter and a copy.
+
+    The result is [] if frozen parameters are more than half of the weights.
+    """
     every = [
         each
         for holder in holders
@@ -77,12 +79,12 @@ def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
     return [(each, (each._version, each.detach().clone())) for each in frozen if few]
 
 
-def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
+def keep_attributes(*holders: Any, excluded: Iterable[Any] = ()) -> Callable[[], None]:
     """Save attributes of objects, and return a function that restores them.
 
-    Objects in `apart` are left out, and so are parameters.
+    Parameters and the objects in `excluded` aren't saved.
     """
-    memo: dict[int, Any] = {id(each): None for each in apart}  # ids of objects to skip
+    memo: dict[int, Any] = {id(each): None for each in excluded}  # ids of objects to skip
     for each in holders:
         # FSDP replaces parameters
         memo |= {id(vars(each).get(name)): None for name in ("_parameters", "_modules")}
@@ -96,10 +98,10 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 
 @contextmanager
-def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Context manager that restores random generators and the attributes of `holders`.
+def kept_state(holders: Iterable[Any] = (), excluded: Iterable[Any] = ()) -> Iterator[None]:
+    """Context manager that restores the random generators and the attributes of `holders` on exit.
 
-    Modules include their submodules. Objects in `apart` are left out.
+    The submodules of modules are restored, too. Objects in `excluded` aren't restored.
     """
     modules = [
         part
@@ -108,23 +110,22 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
     ]
     numbers = RandomState()
     try:
-        with kept_attributes(*modules, apart=apart):
+        with kept_attributes(*modules, excluded=excluded):
             yield
     finally:
         numbers.restore()
 
 
-def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
-    """Return a copy from which `restore_value` restores data; None if the data can't change.
+def copy_data(value: Any, memo: dict[int, Any], max_bytes: float = math.inf) -> Any:
+    """Return a copy of a value, from which `restore_value` can restore it in place.
 
-    `memo` has the ids of objects to skip.
+    The result is None if the value isn't copied: for a number, a tensor of more than `max_bytes`,
+    or an object whose id is in `memo`. The ids of copied objects are added to `memo`.
     """
-    # Numbers and tensors of more than `most_bytes` aren't copied, for example. Skipped objects are
-    # already copied or mustn't be copied.
     if type(value) in _PLAIN or id(value) in memo:
         return None
     if isinstance(value, torch.Tensor):
-        return _copy_tensor(value, memo, most_bytes)
+        return _copy_tensor(value, memo, max_bytes)
     if not isinstance(value, _CONTAINERS) or len(value) > MOST_ITEMS:
         return None
     memo[id(value)] = value
@@ -132,17 +133,17 @@ def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) ->
         return _EMPTY
     if isinstance(value, set):
         return set(value)
-    return _copy_items(value, memo, most_bytes)
+    return _copy_items(value, memo, max_bytes)
 
 
-def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
+def _copy_items(value: Any, memo: dict[int, Any], max_bytes: float) -> _Items:
     keys = list(value) if isinstance(value, dict) else None
     items = list(value) if keys is None else list(value.values())
     inner, empty = [], []
     for item in items:
         if type(item) in _PLAIN:
             continue
-        was = copy_data(item, memo, most_bytes)
+        was = copy_data(item, memo, max_bytes)
         if was is _EMPTY:
             empty.append(item)
         elif was is not None:
@@ -150,47 +151,50 @@ def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
     return _Items(keys, items, list(map(id, items)), inner, empty)
 
 
-def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """Return a tensor's version counter and copy, or None if it isn't copied."""
+def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], max_bytes: float) -> Any:
+    """Return a tensor's version counter and a copy, or None for a tensor that isn't copied."""
     # not copied: a parameter, one that requires a gradient, was made in inference mode, has more
-    # than `most_bytes`, or has no memory, such as weights that FSDP1 has freed
+    # than `max_bytes`, or has no memory, such as weights that FSDP1 has freed
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
         return None
     if value.numel() and address(value) == 0:
         return None
-    if value.nbytes > most_bytes:
+    if value.nbytes > max_bytes:
         return None
     memo[id(value)] = value
     return value._version, value.detach().clone()
 
 
-def restore_value(value: Any, was: Any) -> None:
-    """Restore a value in place from its copy by `copy_data`; nothing happens if that is None."""
-    if was is None:
+def restore_value(value: Any, saved: Any) -> None:
+    """Restore a value in place from a copy that `copy_data` returned.
+
+    Nothing happens if the copy is None.
+    """
+    if saved is None:
         return
-    if was is _EMPTY:
+    if saved is _EMPTY:
         value.clear()
     elif isinstance(value, torch.Tensor):
-        version, copied = was
+        version, copied = saved
         with torch.no_grad():  # a tensor changed through .data alone still has its version
             (value.data if value._version == version else value).copy_(copied)
     elif isinstance(value, set):
         value.clear()
-        value.update(was)
+        value.update(saved)
     else:
-        _put_back_items(value, was)
+        _put_back_items(value, saved)
 
 
-def _put_back_items(value: Any, was: _Items) -> None:
-    for item in was.empty:
+def _put_back_items(value: Any, saved: _Items) -> None:
+    for item in saved.empty:
         if item:
             item.clear()
-    for item, inner in was.inner:
+    for item, inner in saved.inner:
         restore_value(item, inner)
     if isinstance(value, dict):
-        if list(map(id, value.values())) != was.ids or list(value) != was.keys:
+        if list(map(id, value.values())) != saved.ids or list(value) != saved.keys:
             value.clear()
-            value.update(zip(was.keys or (), was.items, strict=True))
-    elif list(map(id, value)) != was.ids:
+            value.update(zip(saved.keys or (), saved.items, strict=True))
+    elif list(map(id, value)) != saved.ids:
         value.clear()
-        value.extend(was.items)
+        value.extend(saved.items)

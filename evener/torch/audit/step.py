@@ -1,6 +1,7 @@
-"""Compare two gradients of the same few rows: correct, and as the training run computes it.
+"""Compare the gradient of a few rows as the training run computes it with the correct one.
 
-The correct one comes from one device or equal parts, the other from the parts of unequal shares.
+The correct gradient is computed on one device or in equal parts, the training run's in the parts
+of unequal shares.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """An audit's computations without one possible cause of a difference, to test that cause."""
+    """Variant of an audit's computations that avoids one possible cause of a difference.
+
+    If the gradients agree in this variant, that was the cause.
+    """
 
     trained: Computation  # the training run's computation without the cause
     reference: Computation | None = None  # the reference without it; None if that is the same
@@ -73,16 +77,18 @@ class Audited(msgspec.Struct, frozen=True):
     explained: bool = False
 
 
-def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = False) -> Audited:
+def audit(
+    sketcher: GradientSketcher, computations: Computations, add_noise: bool = False
+) -> Audited:
     """Compare the gradients of two computations, and find the likeliest cause of a difference.
 
-    If gradients can't be computed apart from a step, losses are compared. With `moves`, noise is
-    added to weights whose values are all the same.
+    If torch.autograd.grad can't compute the gradients, as with reentrant checkpoints, or if no
+    tensor gets one, the losses are compared instead. With `add_noise`, noise is added to weights
+    whose values are all the same.
     """
-    # reentrant checkpoints, for example, don't support torch.autograd.grad
     try:
-        found = _try_quick_passes(sketcher, computations, moves) or _audit(
-            sketcher, computations, moves
+        found = _try_quick_passes(sketcher, computations, add_noise) or _audit(
+            sketcher, computations, add_noise
         )
         if found.sketch.sums or sketcher.losses_only:
             return found  # otherwise no weight had a gradient
@@ -90,16 +96,19 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
         if REENTRANT not in str(error):
             raise
     sketcher.losses_only = True
-    return _audit(sketcher, computations, moves)
+    return _audit(sketcher, computations, add_noise)
 
 
 def _try_quick_passes(
-    sketcher: GradientSketcher, computations: Computations, moves: bool
+    sketcher: GradientSketcher, computations: Computations, add_noise: bool
 ) -> Audited | None:
-    """Audit with faster passes; return None if these can't show that gradients agree."""
+    """Run an audit with faster passes, without intercepting random operations.
+
+    The result is None if such passes aren't possible or don't show that the gradients agree.
+    """
     if not sketcher.may_be_quick:
         return None
-    with sketcher.open(moves):
+    with sketcher.open(add_noise):
         reference = sketcher.sum_quickly(computations.reference)
         trained = None if reference is None else sketcher.sum_quickly(computations.trained)
         if reference is None or trained is None:
@@ -110,8 +119,8 @@ def _try_quick_passes(
     return _report_agreement(sketcher, computations, sketches[0])
 
 
-def _audit(sketcher: GradientSketcher, computations: Computations, moves: bool) -> Audited:
-    with sketcher.open(moves):
+def _audit(sketcher: GradientSketcher, computations: Computations, add_noise: bool) -> Audited:
+    with sketcher.open(add_noise):
         return _Comparison(sketcher, computations).judge()
 
 
@@ -134,18 +143,18 @@ class _Comparison:
     def judge(self) -> Audited:
         """Compare the gradients, allowing for rounding, and return the result."""
         sketcher, computation = self._sketcher, self._computations.reference
-        if compare(self._reference, self._trained) is None and not sketcher.measures:
+        if compare(self._reference, self._trained) is None and not sketcher.measures_rounding:
             return self._result()
         if compare(self._reference, sketcher.sketch(computation)) is not None:
             return self._result(fault=UNREPEATABLE)
         self._repeats = [sketcher.sketch(computation, number + 1) for number in range(REPEATS)]
-        if sketcher.measures:
+        if sketcher.measures_rounding:
             self._noises = find_noises(self._reference, self._repeats)
         difference = compare(self._reference, self._trained, self._repeats)
         return self._result() if difference is None else self._explain_difference(difference)
 
     def _explain_difference(self, difference: GradientDifference) -> Audited:
-        """Return the result for gradients that differ, after testing possible causes."""
+        """Test possible causes of a difference between the gradients; return the audit's result."""
         changes = self._computations.changes
         answers = {name: partial(self._is_right, each) for name, each in changes.items()}
         # if random numbers may explain the difference, the result has none
@@ -160,12 +169,12 @@ class _Comparison:
         return self._result(difference, cause)
 
     def _do_draws_matter(self) -> bool:
-        """Return whether the gradient changes if other random numbers are drawn."""
+        """Return whether different random numbers would change the gradient."""
         others = self._sketcher.sketch(self._computations.reference, seed=SEED + 1)
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """Return whether the gradients agree once a possible cause of the difference is removed."""
+        """Return whether the gradients agree in a variant without one possible cause."""
         wanted = self._reference
         if change.reference is not None:
             wanted = self._sketcher.sketch(change.reference)
@@ -192,7 +201,7 @@ class _Comparison:
 def _report_agreement(
     sketcher: GradientSketcher, computations: Computations, reference: Sketch
 ) -> Audited:
-    """Return the result of an audit that found no difference."""
+    """Return the result of an audit in which the gradients agree."""
     return Audited(
         difference=None,
         cause="",
@@ -208,10 +217,10 @@ def _report_agreement(
 def compare_losses(
     sketcher: GradientSketcher, computations: Computations
 ) -> tuple[GradientDifference, str] | None:
-    """Compare only the losses of two computations, not their gradients; each is computed once.
+    """Compare only the losses of two computations, each computed once.
 
-    The result is None if they agree, else the difference and its likeliest cause: "sum" if the loss
-    is a sum over rows, or "rows".
+    The result is None if they agree. Otherwise it is the difference and its likeliest cause: "sum"
+    if the loss is a sum over rows, else "rows".
     """
     # everything is computed once, so a fixed multiple of the dtype's precision is allowed for
     # rounding
