@@ -1,4 +1,4 @@
-"""Tell the user of a single-GPU script which lines of DDP code would train it on all GPUs."""
+"""Tells the user of a single-GPU script which lines of DDP code would make it train on all GPUs."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ MOST_LISTED = 16  # elements of a script's list that may be models
 def advise(optimizer: Any, loader: Any) -> str:
     """Return a message with the lines of code that make the running script train on all devices.
 
-    They are found from the call stack: which variables hold the trained models and the data loader,
-    and where the training loop begins. So call this in a step of the script's `optimizer`. `loader`
-    is None if the rows come from no `DataLoader`.
+    The call stack shows which variables hold the trained models and the data loader, and where the
+    training loop begins. So call this in a step of the script's `optimizer`. `loader` is None if
+    the rows come from no `DataLoader`.
     """
     # The code is for PyTorch. The suggested lines keep the global batch, and belong right before
     # the outermost loop. If the model is on a GPU, the first line has to run before the model is
@@ -67,13 +67,14 @@ def advise(optimizer: Any, loader: Any) -> str:
 
 
 def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) -> tuple[str, str]:
-    """Say where the DDP code has to be inserted, and which method calls need `.module`."""
-    # The place has a line number if the frame's file can be parsed. The other lines use the models'
-    # own methods. `loader` and `models` are the script's names for its loader and its models.
+    """Say where the DDP code has to be inserted, and which method calls need `.module`.
+
+    `loader` and `models` are the script's names for its loader and its models.
+    """
     body = None if frame is None else _parse_file(frame)
     if frame is None or body is None:
         return "before its loop", ""
-    line = _find_place(frame, body, loader)
+    line = _find_line(frame, body, loader)
     methods = _describe_methods(frame, body, models, line)
     file = Path(frame.f_code.co_filename).name
     return f"before line {line} of {file}" if line else "before its loop", methods
@@ -81,7 +82,6 @@ def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) ->
 
 def _wrap_model(names: Sequence[str]) -> str:
     """Return the line that wraps one model in `DistributedDataParallel`."""
-    # the result is assigned to all of the model's names
     return f"{' = '.join(names)} = torch.nn.parallel.DistributedDataParallel({names[0]})"
 
 
@@ -121,9 +121,11 @@ def advise_lightning() -> str:
 
 
 def _share_rows(name: str, loader: Any) -> list[str]:
-    """Return the suggested lines that give each rank its own rows by a `DistributedSampler`."""
-    # `name` is the script's variable for the loader. The lines have placeholders unless `loader` is
-    # a DataLoader with a batch size.
+    """Return suggested lines of code that give each rank its own rows by a `DistributedSampler`.
+
+    `name` is the script's variable for the loader.
+    """
+    # the lines have placeholders unless `loader` is a DataLoader with a batch size
     data = "torch.utils.data"
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return [
@@ -145,13 +147,13 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 
 
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
-    """Return the script's stack frame with a trained model or the loader among its variables.
+    """Return the script's stack frame whose variables hold a trained model or the loader.
 
-    The result is None if there is no such frame.
+    `weights` are the ids of the optimizer's parameters. The result is None if there is no such
+    frame.
     """
-    # `weights` are the ids of the optimizer's parameters. Frames that have both are preferred to
-    # frames that have one of them. Of these, the outermost is returned, because lines inserted
-    # there run once, before all epochs.
+    # Frames that have both are preferred to frames that have one of them. Of these, the outermost
+    # is returned, because lines inserted there run once, before all epochs.
     best, most = None, 0
     for frame in _own_frames():  # later frames are further out
         names = _list_names(frame)
@@ -204,7 +206,7 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str,
 
 
 def _list_names(frame: FrameType) -> dict[str, Any]:
-    """Return a frame's variables, with attributes of its objects and elements of its lists."""
+    """Return a frame's variables, its objects' attributes and its lists' elements, by name."""
     # attributes are listed for objects of the script's own classes
     names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}
     attributes = {}
@@ -222,28 +224,29 @@ def _list_names(frame: FrameType) -> dict[str, Any]:
 
 
 def _file_of(kind: type) -> str:
-    """Return the file that defines a class; torch's own file if the class has none."""
+    """Return the file in which a class is defined; torch's own file if there is none."""
     module = sys.modules.get(kind.__module__)
     path: str | None = getattr(module, "__file__", None)
     return path or str(torch.__file__)
 
 
-def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
+def _find_line(frame: FrameType, body: ast.AST, loader: str) -> int:
     """Return the line before which the suggested code belongs; 0 if no training loop was found."""
-    # This is the line of the outermost loop around the current line, or an earlier line that
-    # creates an iterator over the loader.
+    # this is the line of the outermost loop around the current line, or an earlier line that
+    # creates an iterator over the loader
     first = frame.f_code.co_firstlineno
     loop = _find_loop(body, frame.f_lineno, first)
     return _find_iterator(body, loader, first, loop) or loop
 
 
 def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserted: int) -> str:
-    """Say which calls of the models' own methods have to go through DDP's `.module` attribute."""
-    # Return "" if there is nothing to rewrite. Models are wrapped before line `inserted`. `body` is
-    # the frame's parsed file, and `models` are the models' names. Uses of the models' own methods
-    # are rewritten, except for those before line `inserted`. DistributedDataParallel keeps the
-    # model in its attribute `module`. In other functions, a variable with a model's name is taken
-    # for the model unless it is assigned there.
+    """Say which calls of the models' own methods have to use DDP's `.module` attribute.
+
+    `body` is the frame's parsed file, and the models are wrapped before line `inserted`. The result
+    is "" if there are no such calls.
+    """
+    # Calls before line `inserted` aren't rewritten. In other functions, a variable with a model's
+    # name is taken for the model unless it is assigned there.
     found: dict[str, list[int]] = {}
     scopes = [each for each in ast.walk(body) if isinstance(each, ast.Module | ast.FunctionDef)]
     for scope in scopes:
@@ -259,7 +262,7 @@ def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserte
 
 
 def _find_methods(nodes: Iterable[ast.AST], models: Set[str]) -> Iterator[tuple[str, int]]:
-    """Yield each use of a model attribute that DistributedDataParallel lacks, with its line."""
+    """Yield each use of a model's attribute that DistributedDataParallel lacks, with its line."""
     for node in nodes:
         if isinstance(node, ast.Attribute) and not _is_in_wrapper(node.attr):
             model = ast.unparse(node.value)
@@ -294,9 +297,10 @@ def _is_in_wrapper(name: str) -> bool:
 
 
 def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
-    """Return the first line that calls `iter(loader)`, or 0 if there is none."""
-    # The search begins at line `first` and ends before line `last`. `body` is the parsed file, and
-    # `loader` is the loader's name.
+    """Return the first line that calls `iter(loader)`, or 0 if there is none.
+
+    The search begins at line `first` and ends before line `last`.
+    """
     found = []
     for node in ast.walk(body):
         if not isinstance(node, ast.Call) or not first <= node.lineno < last:
@@ -307,8 +311,10 @@ def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
 
 
 def _find_loop(body: ast.AST, line: int, first: int) -> int:
-    """Return the first line of the outermost loop around `line`, or 0 if there is none."""
-    # The search begins at `first`, the function's first line. `body` is the parsed file.
+    """Return the first line of the outermost loop around `line`, or 0 if there is none.
+
+    The search begins at line `first`, the first line of the function.
+    """
     found: list[int] = []
     for node in ast.walk(body):
         if not isinstance(node, ast.For | ast.While) or not first <= node.lineno <= line:
@@ -319,7 +325,7 @@ def _find_loop(body: ast.AST, line: int, first: int) -> int:
 
 
 def _count_trained(value: Any, weights: set[int]) -> int:
-    """Return how many of a module's parameter ids are in `weights`; 0 if `value` is no module."""
+    """Return how many parameters of `value` have an id in `weights`; 0 if it isn't a module."""
     if not isinstance(value, torch.nn.Module):
         return 0
     return sum(id(parameter) in weights for parameter in value.parameters())
@@ -327,7 +333,6 @@ def _count_trained(value: Any, weights: set[int]) -> int:
 
 def _own_frames() -> Iterator[FrameType]:
     """Yield the stack frames of the user's own code, innermost first."""
-    # without installed libraries, Python and evener
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))

@@ -42,11 +42,10 @@ class EvenStart:
     """Keeps shares equal in a trainer's first steps, until all ranks decide if they may differ.
 
     `exchange` gathers one `RankStart` from each rank. `stay` is called with the reason if shares
-    have to stay equal, and `leave` when unequal shares begin. All ranks call the same one after the
-    same batch; they call neither if an audit has found a difference.
+    have to stay equal, and `leave` is called when unequal shares begin. All ranks call the same one
+    after the same batch. Neither is called if an audit has found a difference, because the audit
+    itself then keeps shares equal.
     """
-
-    # a difference itself makes shares stay equal
 
     def __init__(
         self,
@@ -75,14 +74,13 @@ class EvenStart:
         shares: tuple[int, ...] = self._training.ranks.batches
         return shares
 
-    def note_collective(self, name: str, place: str) -> None:
-        """Remember the first collective that a callback of the user has called, with its line."""
+    def note_collective(self, name: str, line: str) -> None:
+        """Remember the first collective that a callback of the user's has called, with its line."""
         if not self._exchanged:
-            self._exchanged = f"{name} ({place})"
+            self._exchanged = f"{name} ({line})"
 
     def _after_batch(self, _: Sequence[int]) -> None:
         """Count a batch; once the audits are over or take too long, decide about unequal shares."""
-        # the training then switches to the plan's shares or stays equal
         if self.is_over:
             return
         self._batches += 1
@@ -108,7 +106,10 @@ class EvenStart:
 
 
 def _find_fault(every: list[RankStart]) -> str:
-    """Return why shares have to stay equal, or "" if they may differ."""
+    """Return why shares have to stay equal, or "" if they may differ.
+
+    `every` has the observations of each rank.
+    """
     words = next((each.exchanged for each in every if each.exchanged), "")
     if words:
         return (
@@ -122,13 +123,12 @@ def _find_fault(every: list[RankStart]) -> str:
 
 
 def find_callback() -> str:
-    """Return file and line of the user's callback that is calling a collective, or "".
+    """Return the line of the user's callback that is calling a collective, such as "train.py:12".
 
-    An example is "train.py:12". A callback is code of the user's that a trainer, such as
-    Lightning's, has called. Call this from the collective's hook.
+    A callback is code of the user's that a trainer, such as Lightning's, has called. The result is
+    "" if no callback is running. Call this from the collective's hook.
     """
-    # Call this from the hook of the collective. evener counts as a library, too. A trainer runs if
-    # it is on the call stack.
+    # evener counts as a library, too. A trainer runs if it is on the call stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (is_between(frame) or name_package(frame) in _LIGHTNING):
         frame = frame.f_back
@@ -136,11 +136,11 @@ def find_callback() -> str:
         return ""
     if is_installed(frame.f_code.co_filename):
         return ""
-    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     caller = frame.f_back
     while caller is not None:
         if name_package(caller) in _TRAINERS:
-            return place
+            return line
         caller = caller.f_back
     return ""
 

@@ -1,7 +1,8 @@
 """Check collectives that the user's script calls: would unequal row counts change their results?
 
 An all-reduced mean or a gathered tensor may change if ranks have different row counts. While shares
-are equal, calls are traced to find out. Once shares differ, gathered tensors are padded.
+are equal, the results of collectives are tracked to find out. Once shares differ, gathered tensors
+are padded.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class ExchangeCall(msgspec.Struct, frozen=True):
     """One call of a collective by the user's script, with its arguments."""
 
     name: str
-    place: str  # line in the program's own code, such as train.py:12
+    line: str  # line in the program's own code, such as train.py:12
     function: Callable[..., Any]
     bound: inspect.BoundArguments
     given: Any  # the input argument
@@ -99,8 +100,8 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The collective and its line, such as "all_reduce (train.py:12)"."""
-        return f"{self.name} ({self.place})"
+        """Name of the collective and the line that calls it, such as "all_reduce (train.py:12)"."""
+        return f"{self.name} ({self.line})"
 
     def run(self, **other: Any) -> Any:
         """Call the collective, with arguments replaced by those in `other`."""
@@ -111,8 +112,8 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 class Exchanges:
     """Checks each collective that the user's script calls during training.
 
-    `fault` is the reason why one of them rules out unequal shares, or "". `note` is called with
-    each `ExchangeCall`.
+    `fault` says why one of them rules out unequal shares; it is "" if none does. `note` is called
+    with the `ExchangeCall` of each collective.
     """
 
     def __init__(self, note: Callable[[ExchangeCall], None]) -> None:
@@ -122,25 +123,24 @@ class Exchanges:
         self._nested = False  # True inside a collective
         self._knows_rows = False  # True inside a call that handles different numbers of rows
 
-    def see(
+    def check_and_run(
         self,
         wrapped: Callable[..., Any],
         arguments: Any,
         keywords: Any,
         guard: Guard | None,
-        place: str,
+        line: str,
         is_uneven: bool,
         checks: bool = True,
     ) -> Any:
-        """Check a collective, run it and return its result, marked as coming from other ranks.
+        """Check a collective, run it, and return its result, marked as coming from other ranks.
 
         With `is_uneven`, gathered tensors of different row counts are padded for the call;
         RequestError is raised on every rank if they can't be. `guard` records the current step;
         nothing is checked or marked if it is None. Without `checks`, only the tensors that the call
-        overwrites are recorded.
+        overwrites are recorded. `line` is the script's line that calls the collective.
         """
-        # a gather then returns each rank's tensor with its own number of rows
-        call = make_call(wrapped, arguments, keywords, place)
+        call = make_call(wrapped, arguments, keywords, line)
         self._note(call)
         if guard is not None and not checks:
             _prepare_guard(call, guard)
@@ -162,8 +162,8 @@ class Exchanges:
             _forget_filled(call, guard)
         return result
 
-    def find_place(self, guard: Guard | None) -> str:
-        """Return the line of the user's code that called the collective.
+    def find_line(self, guard: Guard | None) -> str:
+        """Return the line of the user's code that called the collective, such as "train.py:12".
 
         The result is "" if a known library called it, or if it is part of another collective or of
         a replayed step.
@@ -183,7 +183,6 @@ class Exchanges:
         The first such record becomes `fault`, and keeps shares equal. `words` names the collective;
         nothing is recorded if it is "".
         """
-        # an example of `what` is "its loss"; an earlier fault stays
         if words and not self.fault:
             self.fault = (
                 f"what its ranks exchange by {words} goes into {what}, and unequal shares would "
@@ -192,8 +191,11 @@ class Exchanges:
 
     @contextmanager
     def handling_rows(self) -> Iterator[None]:
-        """Context manager around library code that can itself gather different row counts."""
-        # in this context, collectives are called unchanged, and exchanging rows is no fault
+        """Context manager for library code that handles ranks' different row counts itself.
+
+        Meanwhile, collectives are run without padding, and exchanging rows is no reason for equal
+        shares.
+        """
         before, self._knows_rows = self._knows_rows, True
         try:
             yield
@@ -218,7 +220,7 @@ class Exchanges:
                 f"its ranks exchange rows by {call.words}, and with unequal shares they would have "
                 f"different numbers of them"
             )
-        elif not guard.losses and call.name not in FROM_ONE and _counts_rows(call, guard.rows):
+        elif not guard.losses and call.name not in FROM_ONE and _sends_row_count(call, guard.rows):
             self.fault = (
                 f"its ranks exchange their numbers of rows by {call.words}, as where each weighs "
                 f"its loss by them itself"
@@ -253,11 +255,12 @@ def sends_flag(call: ExchangeCall) -> bool:
 
 
 def make_call(
-    wrapped: Callable[..., Any], arguments: Any, keywords: Any, place: str
+    wrapped: Callable[..., Any], arguments: Any, keywords: Any, line: str
 ) -> ExchangeCall:
     """Return the `ExchangeCall` of an intercepted collective, without calling the collective.
 
-    The collective has to be in ARGUMENTS or FUNCTIONAL. `place` is its line, such as "train.py:12".
+    The collective has to be in ARGUMENTS or FUNCTIONAL. `line` is the script's line that calls it,
+    such as "train.py:12".
     """
     bound = _signature(wrapped).bind(*arguments, **keywords)
     bound.apply_defaults()
@@ -265,7 +268,7 @@ def make_call(
     input_name, output_name = (FUNCTIONAL if "self" in bound.arguments else ARGUMENTS)[name]
     # a deprecated alias of the function may lack this argument
     output = bound.arguments.get(output_name) if output_name else None
-    return ExchangeCall(name, place, wrapped, bound, bound.arguments.get(input_name), output)
+    return ExchangeCall(name, line, wrapped, bound, bound.arguments.get(input_name), output)
 
 
 @cache
@@ -279,13 +282,11 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """Return whether the call adds up or gathers values that each rank has summed over its rows."""
-    # such results are the same however the rows are divided among the ranks
+    """Return whether the call adds up or gathers values, each a rank's sum over its own rows."""
     every = _tensors(call)
     if call.name == "all_reduce":
         is_sum = _name_operation(call) in _SUMMING
     else:
-        # gathered sums of each rank's own rows
         is_sum = call.name in _GATHERS and all(each.numel() == 1 for each in every)
     group = call.bound.arguments.get("group")
     is_all = group in (None, dist.group.WORLD)
@@ -301,19 +302,17 @@ def _name_operation(call: ExchangeCall) -> str:
 
 def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
     """Save one-element tensors that the call will overwrite; one of them may be the loss."""
-    # one of them may be a loss
     for tensor in each_tensor_in(call.filled):
         guard.save_scalar(tensor)
 
 
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
     """Treat the tensors that the collective has filled as inputs of the step from now on."""
-    # how the program computed their previous contents no longer matters
     for tensor in each_tensor_in(call.filled):
         guard.treat_as_input(tensor)
 
 
-def _counts_rows(call: ExchangeCall, rows: int) -> bool:
+def _sends_row_count(call: ExchangeCall, rows: int) -> bool:
     """Return whether the call sends this rank's row count to other ranks."""
     # many other values equal 1
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
@@ -374,8 +373,6 @@ def run_compared(call: ExchangeCall) -> Any:
     can't be padded: other dimensions differ, the collective isn't a gather, or any rank's output
     can't be resized.
     """
-    # It is impossible if the tensors differ in other dimensions, or if the collective or its output
-    # can't hold different numbers of rows.
     group, own = call.bound.arguments.get("group"), call.given
     single = isinstance(own, torch.Tensor) and own.ndim > 0 and call.name not in _ANY_SIZE
     if not single or not _is_member(group):
@@ -451,9 +448,10 @@ def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _gather_all(call: ExchangeCall, counts: list[int]) -> list[torch.Tensor]:
-    """Gather all ranks' tensors although their row counts differ, by padding."""
-    # `counts` has each rank's number of rows. Tensors are padded to the largest of these numbers
-    # for the exchange.
+    """Gather tensors whose row counts differ between ranks, and return one tensor per rank.
+
+    `counts` has each rank's row count. The tensors are padded to the largest one for the exchange.
+    """
     padded = pad_rows(call.given.detach(), max(counts))
     every = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(every, padded, group=call.bound.arguments.get("group"))
@@ -461,15 +459,15 @@ def _gather_all(call: ExchangeCall, counts: list[int]) -> list[torch.Tensor]:
 
 
 def _gather_to_list(call: ExchangeCall, counts: list[int]) -> None:
-    for place, rows in zip(call.filled, _gather_all(call, counts), strict=True):
-        _fill(place, rows)
+    for output, rows in zip(call.filled, _gather_all(call, counts), strict=True):
+        _fill(output, rows)
 
 
 def _gather_to_one(call: ExchangeCall, counts: list[int]) -> None:
     every = _gather_all(call, counts)
     if call.filled:
-        for place, rows in zip(call.filled, every, strict=True):
-            _fill(place, rows)
+        for output, rows in zip(call.filled, every, strict=True):
+            _fill(output, rows)
 
 
 def _gather_to_tensor(call: ExchangeCall, counts: list[int]) -> None:
@@ -478,7 +476,7 @@ def _gather_to_tensor(call: ExchangeCall, counts: list[int]) -> None:
     _fill(call.filled, rows.flatten() if flat else rows)
 
 
-def _fill(place: torch.Tensor, rows: torch.Tensor) -> None:
-    """Point the tensor `place` at the storage of `rows`, which may have another shape."""
+def _fill(output: torch.Tensor, rows: torch.Tensor) -> None:
+    """Make the tensor `output` use the storage of `rows`, which may have another shape."""
     with torch.no_grad():
-        place.set_(rows)
+        output.set_(rows)

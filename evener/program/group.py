@@ -40,20 +40,20 @@ _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class GroupRank(msgspec.Struct, frozen=True):
-    """Rank and world size of a process in its group."""
+    """Rank and world size of a process in its process group."""
 
     rank: int
     world: int
     is_given: bool  # True if the rank was passed to the call instead of set in the environment
 
 
-_place: GroupRank | None = None
+_member: GroupRank | None = None
 
 
 def current_rank() -> int:
     """Return this process's rank in its group, or else the environment's RANK; 0 if unset."""
-    if _place is not None:
-        return _place.rank
+    if _member is not None:
+        return _member.rank
     text = os.environ.get("RANK", "")
     return int(text) if text.isdecimal() else 0
 
@@ -64,19 +64,17 @@ def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     If the group is that of `evener run`, the waiting ranks begin to run the script. Raises
     RequestError if the group would wait for ranks that never start.
     """
-    # If the group is evener's, the waiting ranks begin to run the program. A process that evener
-    # didn't start gets the device of its rank.
-    global _place
-    given = _signature(wrapped).bind(*arguments, **keywords).arguments
-    place = _read_place(given)
-    if place is not None and os.environ.get(STARTED_AS):
-        if _is_eveners_group(place, given.get("init_method")):
+    global _member
+    call_arguments = _signature(wrapped).bind(*arguments, **keywords).arguments
+    member = _read_group_rank(call_arguments)
+    if member is not None and os.environ.get(STARTED_AS):
+        if _is_eveners_group(member, call_arguments.get("init_method")):
             release_others()
-            _keep_to(launched_device())
+            _pin_to(launched_device())
         else:
-            _refuse_missing_ranks(place, given)
-            _set_own_device(place)
-        _place = place
+            _refuse_missing_ranks(member, call_arguments)
+            _set_own_device(member)
+        _member = member
     return wrapped(*arguments, **keywords)
 
 
@@ -85,13 +83,16 @@ def _signature(function: Any) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _read_place(given: dict[str, Any]) -> GroupRank | None:
-    """Return rank and world size from the call or the environment, or None if both lack them."""
-    # `given` are the arguments of `init_process_group`. Numbers that aren't in them are taken from
-    # the environment. With MPI, only the backend knows them.
-    query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
-    rank = query.get("rank", given.get("rank", -1))
-    world = query.get("world_size", given.get("world_size", -1))
+def _read_group_rank(call_arguments: dict[str, Any]) -> GroupRank | None:
+    """Return rank and world size from the call or the environment, or None if both lack them.
+
+    `call_arguments` are the arguments of `init_process_group`.
+    """
+    # Numbers that aren't in the call are taken from the environment. With MPI, only the backend
+    # knows them.
+    query = dict(parse_qsl(urlsplit(call_arguments.get("init_method") or "").query))
+    rank = query.get("rank", call_arguments.get("rank", -1))
+    world = query.get("world_size", call_arguments.get("world_size", -1))
     is_given = int(rank) >= 0
     numbers = [
         value if int(value) >= 0 else os.environ.get(name, "")
@@ -102,49 +103,54 @@ def _read_place(given: dict[str, Any]) -> GroupRank | None:
     return GroupRank(int(numbers[0]), int(numbers[1]), is_given)
 
 
-def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
-    """Return whether the script's process group consists of the ranks started by `evener run`."""
-    # `method` is the program's `init_method`. A script may choose its own rendezvous address. So
-    # another address means another group only if a launcher in the program has started sibling
-    # ranks.
+def _is_eveners_group(member: GroupRank, method: str | None) -> bool:
+    """Return whether the script's process group consists of the ranks that `evener run` started.
+
+    `method` is the script's `init_method`.
+    """
+    # A script may choose its own rendezvous address. So another address means another group only if
+    # a launcher in the program has started sibling ranks.
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
-    if not is_eveners_rank() or known != (str(place.rank), str(place.world)):
+    if not is_eveners_rank() or known != (str(member.rank), str(member.world)):
         return False
     if multiprocessing.parent_process() is not None:
-        return not place.is_given and _address_of(method, dict(os.environ)) == _eveners_address()
+        return not member.is_given and _find_address(method, dict(os.environ)) == _eveners_address()
     variables = _read_start_environment("self")
-    return _address_of(None, variables) == _eveners_address() or not _has_sibling(variables)
+    return _find_address(None, variables) == _eveners_address() or not _has_sibling(variables)
 
 
-def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
+def _refuse_missing_ranks(member: GroupRank, call_arguments: dict[str, Any]) -> None:
     """Raise RequestError if the script's group would wait for ranks that never start."""
     # for example, the program's options list fewer GPUs than evener has devices
     world = os.environ.get("WORLD_SIZE")
-    if not is_first_process() or is_released() or place.world < 2 or str(place.world) == world:
+    if not is_first_process() or is_released() or member.world < 2 or str(member.world) == world:
         return
-    if not _is_local(given) or psutil.Process().children():
+    if not _is_local(call_arguments) or psutil.Process().children():
         return
     raise RequestError(
-        f"The program makes a group of {place.world} processes, and evener run has one for each of "
-        f"{world} devices.",
+        f"The program makes a group of {member.world} processes, and evener run has one for each "
+        f"of {world} devices.",
         "Name as many devices as the program takes, such as --devices gpu:0,gpu:1.",
     )
 
 
-def _is_local(given: dict[str, Any]) -> bool:
+def _is_local(call_arguments: dict[str, Any]) -> bool:
     """Return whether the group's rendezvous is at 127.0.0.1."""
-    method = given.get("init_method")
-    if given.get("store") is not None or urlsplit(method or "env:").scheme not in ("env", "tcp"):
+    method = call_arguments.get("init_method")
+    if call_arguments.get("store") is not None or urlsplit(method or "env:").scheme not in (
+        "env",
+        "tcp",
+    ):
         return False
-    return _address_of(method, dict(os.environ)).startswith("127.0.0.1:")
+    return _find_address(method, dict(os.environ)).startswith("127.0.0.1:")
 
 
 def _eveners_address() -> str:
     return os.environ.get(RENDEZVOUS, "").partition(" ")[0]
 
 
-def _address_of(method: str | None, variables: dict[str, str]) -> str:
-    """Return host and port where the group's ranks meet, such as "127.0.0.1:29500"."""
+def _find_address(method: str | None, variables: dict[str, str]) -> str:
+    """Return the group's rendezvous as host and port, such as "127.0.0.1:29500"."""
     # a tcp:// URL is preferred to the environment
     if method and urlsplit(method).scheme == "tcp":
         return urlsplit(method).netloc.replace("localhost", "127.0.0.1")
@@ -153,9 +159,11 @@ def _address_of(method: str | None, variables: dict[str, str]) -> str:
 
 
 def _read_start_environment(process: str) -> dict[str, str]:
-    """Return the environment variables that a process was started with, or {} if unreadable."""
-    # `process` is a process id or "self". They can't be read if the process has exited or belongs
-    # to another user.
+    """Return the environment variables with which a process was started, or {} if unreadable.
+
+    `process` is a process id or "self".
+    """
+    # they can't be read if the process has exited or belongs to another user
     with suppress(OSError):
         text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="surrogateescape")
         pairs = (each.partition("=") for each in text.split("\0") if each)
@@ -164,7 +172,7 @@ def _read_start_environment(process: str) -> dict[str, str]:
 
 
 def _has_sibling(own: dict[str, str]) -> bool:
-    """Return whether another rank of this group is running, judging by process environments."""
+    """Return whether another rank of this group is running, judging by processes' environments."""
     # a sibling has the same run, rendezvous address and number of ranks, but another rank
     alike = (RUN, "WORLD_SIZE", *_ADDRESS)
     for process in filter(str.isdecimal, os.listdir("/proc")):
@@ -175,47 +183,46 @@ def _has_sibling(own: dict[str, str]) -> bool:
     return False
 
 
-def _set_own_device(place: GroupRank) -> None:
+def _set_own_device(member: GroupRank) -> None:
     """Choose the plan's device for a process that the user's script has started itself."""
     # This is the plan's device for the process's rank. If there are more processes than shares,
     # some use the same device. If the numbers differ, shares are equal.
-    if place.is_given and is_eveners_rank():  # the variables are those of the parent process
+    if member.is_given and is_eveners_rank():  # the variables are those of the parent process
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
-    _free_interfaces(place)
+    _free_interfaces(member)
     path = os.environ.get(PLAN)
     if not path:
         return
     shares = load_plan(path).layout.active
-    local = os.environ.get("LOCAL_RANK", str(place.rank))
+    local = os.environ.get("LOCAL_RANK", str(member.rank))
     os.environ[DEVICE] = shares[int(local) % len(shares)].device
-    if place.world <= len(shares):
-        _keep_to(launched_device())
-    if place.world != len(shares):
+    if member.world <= len(shares):
+        _pin_to(launched_device())
+    if member.world != len(shares):
         del os.environ[PLAN]
 
 
-def _free_interfaces(place: GroupRank) -> None:
+def _free_interfaces(member: GroupRank) -> None:
     """Let gloo and NCCL use interfaces other than loopback if the group spans several machines."""
-    # until then, they are restricted to loopback
-    here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
-    if is_in_other_run() and here != str(place.world):
+    here = os.environ.get("LOCAL_WORLD_SIZE", str(member.world))
+    if is_in_other_run() and here != str(member.world):
         for name in _INTERFACES:
             if os.environ.get(name) == "lo":
                 del os.environ[name]
 
 
-def _keep_to(device: str) -> None:
-    """Pin this process to a device's CPU cores; does nothing unless the device is a CPU slice."""
+def _pin_to(device: str) -> None:
+    """Pin this process to the device's CPU cores, if the device is a slice of the CPU."""
     cores = slice_cores(device, allowed_cpus())
     if cores:
         pin_threads(cores)
 
 
 def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `torch.multiprocessing.start_processes`: hide evener's rank from the children.
+    """Hook of `torch.multiprocessing.start_processes` that hides evener's rank from the children.
 
-    It stays visible if other ranks already run the script.
+    The rank stays visible if other ranks already run the script.
     """
     with _without_rank():
         return wrapped(*arguments, **keywords)
@@ -223,9 +230,9 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Context manager that hides RANK and similar variables from processes started meanwhile.
+    """Context manager that hides RANK and similar variables from processes that are started in it.
 
-    Nothing is hidden unless a single one of evener's ranks runs the script.
+    Nothing is hidden unless one of evener's ranks runs the script alone.
     """
     # With these variables, child processes would act as ranks that evener started. They stay if
     # evener didn't start this process, or if other ranks run the program by now.

@@ -73,17 +73,19 @@ MakeSketcher = Callable[..., GradientSketcher]  # creates a GradientSketcher for
 class Guard(Recorder):
     """Records how a batch's loss is computed, and checks whether unequal shares would change it.
 
-    After the first backward pass, `fault` says why they would, or why that is unknown; it is "" if
-    they change nothing. `measured` is True if computed gradients or losses differ, and `are_sums`
+    The check runs when the first backward pass begins. Afterwards, `fault` says why unequal shares
+    would change the training, or why that is unknown; it is "" if they wouldn't change it.
+    `measured` is True if the check has computed different gradients or losses. `are_sums` is True
     if losses are sums over rows.
 
-    - `few`: returns a few rows of the batch, collated by the loader, or None to cut the batch.
-    - `rows`: how many rows the loader took, for batches whose tensors differ in length.
-    - `origins`: follows values that ranks exchange; None ignores them.
-    - `sketcher`: makes a GradientSketcher; by default for the models' gradients alone.
+    - `fetch_few`: returns a few rows of the batch, collated by the loader. If it is None or returns
+      None, rows are cut from the batch itself.
+    - `rows`: number of rows in the batch, for batches whose tensors differ in length.
+    - `origins`: tracks values that ranks exchange; None ignores such values.
+    - `sketcher`: creates a GradientSketcher; by default, one for the models' gradients alone.
     - `step`: number of the training step, for messages.
-    - `agree`: returns the first error message of any rank. Pass it if ranks communicate inside
-      the model, as under FSDP; then losses are compared instead of gradients.
+    - `agree`: exchanges error messages with all ranks, and returns the first one. Pass it if ranks
+      communicate inside the model, as under FSDP; then losses are compared instead of gradients.
     - `are_sums`: whether losses are sums over rows; None finds it out.
     """
 
@@ -91,7 +93,7 @@ class Guard(Recorder):
         self,
         models: Iterable[Any],
         batch: Any,
-        few: Callable[[], FewRows | None] | None = None,
+        fetch_few: Callable[[], FewRows | None] | None = None,
         rows: int = 0,
         origins: Origins | None = None,
         sketcher: MakeSketcher | None = None,
@@ -110,7 +112,7 @@ class Guard(Recorder):
         self.numbers: tuple[float, ...] | None = None
         # True if rows are padded with their rank's other rows, whose effect can't be recomputed
         self.padded = False
-        self._few = few
+        self._fetch_few = fetch_few
         self._collated: list[FewRows | None] = []
         self._origins = origins
         self._make_sketcher = sketcher or make_sketcher
@@ -129,7 +131,7 @@ class Guard(Recorder):
 
     @property
     def done(self) -> bool:
-        """Whether a loss was seen, or recording has ended."""
+        """Whether the batch's loss was seen, or recording has ended."""
         return self.losses > 0 or not self._handles
 
     def __torch_function__(
@@ -140,14 +142,20 @@ class Guard(Recorder):
         return super().__torch_function__(function, types, arguments, keywords)
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Record a call by the script: its use of other ranks' values or of `len(batch)`."""
-        # `len` of the batch shows that the program uses the number of rows
+        """Record whether a function call in the script uses other ranks' values or the row count.
+
+        A call of `len(batch)` shows that the script uses the row count.
+        """
         self.has_asked_length |= function is torch.Tensor.__len__ and result == self.rows
         if self._origins is not None:
             self._origins.follow(function, arguments, keywords, result, self)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the loss's value; if a collective has overwritten it, the value before that."""
+        """Return the loss's value.
+
+        If a collective has overwritten the loss, the result is the value from before the
+        collective.
+        """
         # only the earlier value can be compared with what the recorded calls compute
         return super().read_loss(self._before.get(address(loss), loss))
 
@@ -158,15 +166,14 @@ class Guard(Recorder):
     def _is_user_constant(self, tensor: torch.Tensor) -> bool:
         """Return whether the step reads this tensor without computing it, such as task weights.
 
-        Totals over all ranks' rows are left out, because shares don't change them.
+        The result is False for totals over all ranks' rows, because shares don't change them.
         """
-        # Task weights are such a tensor. A sum over all ranks' rows is the same with any shares.
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
         return super()._is_user_constant(tensor) and not is_total
 
     def _record_number_use(self, function: Any, arguments: Any) -> None:
-        """Record if gradients or weights are scaled by a value computed from this rank's rows."""
+        """Record a call that scales gradients or weights by a value of this rank's own rows."""
         super()._record_number_use(function, arguments)
         if self.local_use or not is_arithmetic(function):
             return
@@ -175,7 +182,6 @@ class Guard(Recorder):
         if not any(map(self.goes_by_rows, own)):
             return
         if self._is_weight_at({address(each) for each in every} - {0}):
-            # computed from this rank's rows
             self.local_use = LOCAL_USE
 
     def _enter(self, model: Any, arguments: Any, keywords: Any) -> None:
@@ -214,7 +220,7 @@ class Guard(Recorder):
         return self._find_computing_calls(tensor)[1]
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is known to depend on the batch or its row count."""
+        """Return whether the tensor is known to depend on the batch or on its row count."""
         places, reached, _ = self._find_computing_calls(tensor)
         return reached or any(
             isinstance(each, RowNumber)
@@ -250,13 +256,13 @@ class Guard(Recorder):
         self._busy = True
         try:
             with suppress(Exception), torch.no_grad(), kept_state([self._join_models()]):
-                return self._are_parts_added(record, tensor)
+                return self._do_parts_add_up(record, tensor)
             return False  # the functions don't work with fewer rows
         finally:
             self._busy = False
 
-    def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor, computed for two parts of the rows, adds up to the whole."""
+    def _do_parts_add_up(self, record: LossRecord, tensor: torch.Tensor) -> bool:
+        """Return whether the tensors computed for two parts of the rows add up to that of all."""
         # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
         # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)
@@ -271,9 +277,9 @@ class Guard(Recorder):
         return torch.nn.ModuleList(getattr(model, "module", model) for model in self.models)
 
     def is_flag(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is a single integer or boolean 0 or 1.
+        """Return whether the tensor is a single integer or boolean that is 0 or 1.
 
-        The result is False if it was computed from the batch.
+        The result is False if the tensor was computed from the batch.
         """
         # programs exchange such a flag, for example to stop all ranks together
         if tensor.numel() != 1 or tensor.is_floating_point() or tensor.is_complex():
@@ -283,11 +289,9 @@ class Guard(Recorder):
     def depends_on_rows(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor would have another size if the batch had fewer rows.
 
-        The result is True, too, if a tensor computed from the batch can't be computed again from
-        fewer rows.
+        The result is also True if the tensor was computed from the batch, but can't be computed
+        again from fewer rows.
         """
-        # The recorded calls run again on fewer rows to see whether the size changes. If they can't,
-        # any tensor computed from the batch counts as dependent.
         if not self.rows or not tensor.ndim or len(tensor) % self.rows:
             return False
         places, reached, _ = self._find_computing_calls(tensor)
@@ -301,14 +305,17 @@ class Guard(Recorder):
             # some functions work only with gradients enabled, or only without
             for gradients in (False, True):
                 with suppress(Exception), torch.set_grad_enabled(gradients):
-                    return bool(self._make_fewer(entries, tensor).shape != tensor.shape)
+                    return bool(
+                        self._compute_from_fewer_rows(entries, tensor).shape != tensor.shape
+                    )
             return True  # the functions don't work with fewer rows
         finally:
             self._busy = False
 
-    def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Compute the tensor again from only three quarters of the batch's rows."""
-        # `tensor` is the result of these calls with all rows
+    def _compute_from_fewer_rows(
+        self, entries: list[WrittenCall], tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the tensor again, from only three quarters of the batch's rows."""
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
         known = dict(zip(map(id, self.batch), batch, strict=True))
@@ -319,7 +326,10 @@ class Guard(Recorder):
     # ------------------------------------------------------------------ judging
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module in a wrapper, or the wrapper if its layers communicate, as in FSDP."""
+        """Return the module inside a wrapper such as DistributedDataParallel.
+
+        If ranks communicate in the model's layers, as under FSDP, the wrapper itself is returned.
+        """
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
@@ -358,13 +368,10 @@ class Guard(Recorder):
         return record
 
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Compare losses of equal and unequal parts, by all ranks at once.
+        """Compare the loss of a few rows with their loss in unequal parts, together with all ranks.
 
-        Return the first rank's error message, or "".
+        Every rank has to call this. Returns the first rank's error message, or "" without any.
         """
-        # All ranks run the same passes to find out. `record` has the calls that computed the loss
-        # on this rank, or says why there are none. `agree` gathers the ranks' reasons and returns
-        # the first.
         few = choose_few_rows(self.batch, self.rows)
         fault = record if isinstance(record, str) else ""
         if few is None:
@@ -437,8 +444,7 @@ class Guard(Recorder):
     def _find_random_count(self, record: LossRecord, counts: int) -> str:
         """Return an error message if the loss is divided by a random count, or "".
 
-        Such a count is, for example, the number of tokens that the user's script has masked at
-        random.
+        An example is the number of tokens that the user's script has masked at random.
         """
         # the audit has drawn the same numbers for every row, so that all rows count equally
         few = None if self._is_ragged else choose_few_rows(self.batch, self.rows)
@@ -491,22 +497,21 @@ class Guard(Recorder):
     @property
     def divides_sums(self) -> bool:
         """Whether the script scales summed gradients by a number that could be its row count."""
-        # such a program changes weights or gradients with a number that may count rows
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:
         """Return a few rows of the batch, collated by the loader; None if that isn't possible."""
         # The collate function must do more than stack rows, reproduce the batch, and make as many
         # tensors as the batch has. The rows are fetched on the first call only.
-        if not self._collated and self._few is not None:
-            few = self._few()
+        if not self._collated and self._fetch_few is not None:
+            few = self._fetch_few()
             batches = [] if few is None else [few.whole, *few.parts]
             is_alike = all(_count_tensors(batch) == len(self.batch) for batch in batches)
             self._collated = [few if is_alike else None]
         return self._collated[0] if self._collated else None
 
     def _list_rows(self) -> list[FewRows]:
-        """Return the sets of a few rows that the audit may use, the best first."""
+        """Return alternative sets of a few rows that the audit may compute, the best first."""
         # collated again by the loader, then cut from the batch and chosen to differ, then cut in
         # order
         every = [self._collate_few()]
@@ -534,7 +539,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _judge(guard: Any, loss: torch.Tensor) -> None:
-    """Check the step's first loss, when its backward pass begins."""
+    """Run the guard's check for the step's first loss, at the beginning of the backward pass."""
     if guard.losses > 1:
         return
     if guard._origins is not None:
@@ -544,6 +549,9 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
 
 
 def make_sketcher(models: Iterable[Any], losses_only: bool = False) -> GradientSketcher:
-    """Return a sketcher of the gradients of all models, or only of their losses."""
+    """Return a GradientSketcher for the gradients of all models.
+
+    With `losses_only`, it summarizes only their losses.
+    """
     every = list(models)
     return GradientSketcher(every, name_tensors(every), losses_only=losses_only)

@@ -91,7 +91,8 @@ _LIBRARIES = {"keras", *(name.partition(".")[0] for name in _HOOKS)}
 def install() -> None:
     """Install the hooks if evener started this process.
 
-    They are registered at once if a hooked library is imported already, else with the first import.
+    If a hooked library is already imported, they are registered at once, and otherwise when the
+    first such library is imported.
     """
     if not (launched_device() or os.environ.get(PLAN_USED)):
         return
@@ -196,7 +197,6 @@ def _leave_uncompiled(_: Any) -> None:
 
 def _watch_loader_classes(torch: Any) -> None:
     """Hook `__iter__` of each subclass of `DataLoader` that defines its own."""
-    # for example, torchdata's StatefulDataLoader
     from wrapt import wrap_function_wrapper
 
     parent = torch.utils.data.DataLoader
@@ -214,7 +214,7 @@ def print_own_error(
 ) -> None:
     """`sys.excepthook` that prints evener's own errors without a traceback and ends the process.
 
-    Other errors go to `before`, the previous hook.
+    Other errors are passed to `before`, the previous hook.
     """
     if not isinstance(error, EvenerError):
         before(kind, error, trace)
@@ -244,8 +244,10 @@ def _has(module: Any, name: str) -> bool:
 
 
 def _import_later(target: str) -> Any:
-    """Return a function that first imports and then calls `target`, such as "group:begin"."""
-    # such as "group:begin", a module of this package and a function in it
+    """Return a function that imports `target` on its first call, and then calls it.
+
+    `target` has the form "group:begin": a module of this package, and a function in it.
+    """
     name, _, function = target.partition(":")
     find = attrgetter(function)
     module = None
@@ -260,7 +262,7 @@ def _import_later(target: str) -> Any:
 
 
 def _import_uncompiled(name: str) -> Any:
-    """Import a module so that torch.compile doesn't trace the import."""
+    """Import a module in such a way that torch.compile doesn't trace the import."""
     if "torch._dynamo.eval_frame" not in sys.modules:
         return import_module(name)
     # a compiled function of the program may import it

@@ -9,14 +9,14 @@ from .program import PROGRAM
 
 
 def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `maybe_gather`: return the tensor itself if only one rank trains."""
+    """Hook of `maybe_gather` that returns the tensor unchanged if only one rank trains."""
     if PROGRAM.is_single_rank:
         return arguments[0] if arguments else keywords["x"]
     return wrapped(*arguments, **keywords)
 
 
 def fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `Learner.fit`: print how to train on all devices if only one rank trains."""
+    """Hook of `Learner.fit` that prints how to train on all devices if only one rank trains."""
     if PROGRAM.is_single_rank:
         PROGRAM.report_single_device(advise_fastai())
     return wrapped(*arguments, **keywords)

@@ -1,9 +1,9 @@
 """Divide the rows of a user's plain PyTorch loop by shares instead of equally.
 
 Such a loop has a DataLoader whose sampler divides rows evenly, and a DistributedDataParallel model.
-Each rank draws every rank's batches from copies of its batch sampler. So it knows the global
-batches, and divides their rows without communication. Nothing changes before one whole step has
-been observed.
+Each rank draws the batches of all ranks from copies of its batch sampler. Thus each rank knows the
+global batches, and all divide them alike without communication. Shares stay equal until a whole
+step has been observed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `DataLoader.__iter__`: return a `Loop` if its batches train a model."""
+    """Hook of `DataLoader.__iter__` that returns a `Loop` if the loader's batches train a model."""
     PROGRAM.note_loader(loader)
     opened = getattr(loader.batch_sampler, "opens", False)  # set by an outer loop
     return (
@@ -51,7 +51,7 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     """Hook of `__iter__` in subclasses of `DataLoader`, such as torchdata's.
 
-    Return a `Loop` if its batches train a model and PyTorch's own iterator makes them.
+    It returns a `Loop` if the loader's batches train a model and PyTorch's own iterator makes them.
     """
     # with any other iterator, the number of batches fetched ahead is unknown
     if getattr(loader.batch_sampler, "opens", False) or not PROGRAM.trains(loader):
@@ -71,12 +71,11 @@ def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
 
 
 class Loop:
-    """Iterator over a loader's batches; each batch begins a training step.
+    """Iterator over a loader's batches, each of which begins a training step.
 
-    `outer` is a loader of another library that wraps `loader` and fetches one batch further ahead.
+    `outer` is another library's loader that wraps `loader`, and fetches each batch before it
+    returns the previous one.
     """
-
-    # such a loader fetches each batch before it returns the previous one
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
         PROGRAM.open_loop()
@@ -130,20 +129,20 @@ class Loop:
 
     @property
     def has_known_iterator(self) -> bool:
-        """Whether PyTorch's own iterator is used, whose number of prefetched batches is known."""
+        """Whether PyTorch's own iterator loads the batches; then the number prefetched is known."""
         return is_loader_iterator(self._batches)
 
     def leave(self) -> Any:
         """Restore the loader's own batch sampler, and return its plain iterator."""
         self.shared_batches.opens = False
         if self._loader.batch_sampler is self.shared_batches:
-            vars(self._loader)["batch_sampler"] = self.shared_batches.given
+            vars(self._loader)["batch_sampler"] = self.shared_batches.script_sampler
         return self._batches
 
     @property
     def batch_maker(self) -> str:
-        """Class name of a batch sampler from outside PyTorch and accelerate, or ""."""
-        return name_own_sampler(self.shared_batches.given)
+        """Class name of a batch sampler from outside PyTorch and accelerate, or "" without one."""
+        return name_own_sampler(self.shared_batches.script_sampler)
 
     def follow(self, training: Any) -> None:
         """Divide this loop's batches by the shares of `training` from now on."""
@@ -181,22 +180,22 @@ class Loop:
         """Return this rank's row count in the current batch; 0 if the rows can't be divided."""
         return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
 
-    def few_rows(self) -> FewRows | None:
+    def fetch_few_rows(self) -> FewRows | None:
         """Fetch a few rows of the current batch again, collated by the script's own function.
 
-        The result is None if rows can't be divided, for PyTorch's own collate function, and if the
-        function doesn't reproduce the batch.
+        The result is None if rows can't be divided, if the loader uses PyTorch's own collate
+        function, or if the script's function doesn't reproduce the batch.
         """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
             return None
         numbers = self.sampler.rows_at(self._step)
-        given = [tensor.cpu() for tensor in tensors_in(unfold(self.batch)) if tensor.ndim]
+        expected = [tensor.cpu() for tensor in tensors_in(unfold(self.batch)) if tensor.ndim]
         with suppress(Exception), kept_state():
             copied_data = copy_dataset(self._loader.dataset)
             rows = unfold(collate([copied_data[number] for number in numbers]))
             made = [tensor for tensor in tensors_in(rows) if tensor.ndim]
-            if len(made) == len(given) and not any(map(_differ, made, given)):
+            if len(made) == len(expected) and not any(map(_differ, made, expected)):
                 return fetch_rows(self._loader.dataset, collate, numbers)
         return None
 
@@ -209,14 +208,13 @@ _OTHER_ROWS = "its sampler draws other rows each time that it is asked"
 class SharedBatches:
     """Batch sampler that gives each rank its share of the global batch instead of an equal part.
 
-    It replaces the loader's own sampler, `given`, and takes effect in loops that set `opens`. If
-    the rows can't be divided, `fault` says why.
+    It replaces the loader's own batch sampler, `script_sampler`. Batches are divided by shares only
+    in loops that set `opens`; other loops get the original batches. If the rows can't be divided,
+    `fault` says why.
     """
 
-    # in other loops, the original batches are yielded
-
-    def __init__(self, given: Any, fault: str) -> None:
-        self.given, self.opens = given, False
+    def __init__(self, script_sampler: Any, fault: str) -> None:
+        self.script_sampler, self.opens = script_sampler, False
         self.has_trained = False  # True once an optimizer has stepped in a loop over the loader
         self.sampler: UnevenBatchSampler | None = None
         # digest: of the order of rows and the number of batches
@@ -229,28 +227,27 @@ class SharedBatches:
         If the loader makes no batches or its data set is a stream, the result isn't installed and
         only has a `fault`.
         """
-        given = loader.batch_sampler
-        if isinstance(given, SharedBatches):
-            return given
-        if given is None or isinstance(loader.dataset, IterableDataset):
+        original = loader.batch_sampler
+        if isinstance(original, SharedBatches):
+            return original
+        if original is None or isinstance(loader.dataset, IterableDataset):
             return cls(
-                given, "its data are a stream, or it makes no batches, so rows have no numbers"
+                original, "its data are a stream, or it makes no batches, so rows have no numbers"
             )
         # set through vars(), because DataLoader refuses the assignment
-        vars(loader)["batch_sampler"] = made = cls(given, "")
+        vars(loader)["batch_sampler"] = made = cls(original, "")
         return made
 
     def __len__(self) -> int:
-        return len(self.given)
+        return len(self.script_sampler)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.given, name)
+        return getattr(self.script_sampler, name)
 
     def __reduce_ex__(self, _: Any) -> Any:
         """Pickle as the script's own sampler, so that its checkpoints don't need evener."""
-        # So the program's files don't refer to evener. Later protocols than 1 don't allow an object
-        # to be replaced by one of another class.
-        return self.given.__reduce_ex__(1)
+        # Later protocols than 1 don't allow an object to be replaced by one of another class.
+        return self.script_sampler.__reduce_ex__(1)
 
     def __iter__(self) -> EpochBatches:
         """Return an iterator over the batches of one epoch."""
@@ -259,12 +256,13 @@ class SharedBatches:
     def draw(self, drawn: Iterator[Any], resumes: bool) -> Iterator[Any]:
         """Yield this rank's share of each global batch.
 
-        If rows can't be divided, yield its own batches. `drawn` iterates over the batches of the
-        script's own sampler. `resumes` is True if that starts in the middle of an epoch. Raises
-        RequestError if that sampler draws other rows later in the epoch than at its beginning.
+        If rows can't be divided, yield the rank's own batches instead. `drawn` iterates over the
+        batches of the script's own sampler. `resumes` is True if it starts in the middle of an
+        epoch. Raises RequestError if the script's sampler draws other rows later in the epoch than
+        at its beginning.
         """
-        # One of these is drawn for each batch. A loop may leave an epoch early, and the rows of the
-        # next epoch may depend on how far the sampler got.
+        # The script's sampler is advanced with each batch: a loop may leave an epoch early, and the
+        # rows of the next epoch may depend on how far the sampler got.
         opens, self.opens, self.sampler = self.opens, False, None
         divided = self._divide_epoch() if opens and not resumes else None
         if divided is None:
@@ -282,15 +280,16 @@ class SharedBatches:
         yield from _draw_own_batches_too(sampler, own, expected)
 
     def _divide_epoch(self) -> tuple[UnevenBatchSampler, list[list[Any]]] | None:
-        """Draw all ranks' rows of the next epoch and divide them by shares; None if impossible."""
-        # Return a sampler, and the batches that this rank's own sampler should draw. If rows can't
-        # be divided, `fault` says why. The returned sampler divides the rows, and both results are
-        # for the next epoch.
+        """Draw all ranks' rows of the next epoch, and divide them by shares; None if impossible.
+
+        Returns a sampler that divides the rows, and the batches that this rank's own sampler should
+        draw. If rows can't be divided, `fault` says why.
+        """
         self.fault = ""
         rank, world = dist.get_rank(), dist.get_world_size()
         try:
-            every = draw_ranks(self.given)
-            again = _draw_rank(self.given, rank)
+            every = draw_ranks(self.script_sampler)
+            again = _draw_rank(self.script_sampler, rank)
         except RequestError as error:
             self.fault = error.message
             return None
@@ -309,7 +308,7 @@ class SharedBatches:
 
 
 class EpochBatches:
-    """Iterator over an epoch's batches that can save and load the script's own sampler state."""
+    """Iterator over an epoch's batches; it can save and load the state of the script's sampler."""
 
     # torchdata's loaders save the state of the program's own sampler through it
 
@@ -329,13 +328,13 @@ class EpochBatches:
 
     def _begin(self) -> Any:
         if self._drawn is None:
-            self._drawn = iter(self._shared.given)
+            self._drawn = iter(self._shared.script_sampler)
         return self._drawn
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of the own sampler's iterator for its state, such as `state_dict`.
+        """Return a method of the script's sampler that saves or loads its state.
 
-        Raises AttributeError for other names.
+        An example is `state_dict`. Raises AttributeError for other names.
         """
         if name not in _STATE_METHODS:
             raise AttributeError(name)
@@ -352,11 +351,10 @@ def _draw_own_batches_too(
 ) -> Iterator[Any]:
     """Yield `batches`, and draw one batch from the script's own sampler for each.
 
-    Raises RequestError if its batches differ from `expected`.
+    The script's sampler thus advances as in the unchanged script. Raises RequestError if the drawn
+    batches differ from `expected`.
     """
-    # Raises RequestError if the drawn batches differ from `expected`. The program's sampler thus
-    # advances as in the unchanged program. `drawn` is an iterator over its batches. If they
-    # differed from the expected ones, rows would be left out or trained twice.
+    # If they differed, rows would be left out or trained twice.
     for batch, own in zip(batches, expected, strict=True):
         if list(next(drawn, ())) != own:
             raise _uneven("its sampler draws other rows than it did when the epoch began")
@@ -366,7 +364,10 @@ def _draw_own_batches_too(
 
 
 def name_own_sampler(sampler: Any) -> str:
-    """Return the class name of a batch sampler from outside PyTorch and accelerate, or ""."""
+    """Return the class name of a batch sampler that isn't from PyTorch or accelerate, or "".
+
+    Samplers nested in `sampler` are searched, too.
+    """
     for each in _chain(sampler):
         home = type(each).__module__.partition(".")[0]
         if home not in ("torch", "accelerate", "evener"):
@@ -375,7 +376,7 @@ def name_own_sampler(sampler: Any) -> str:
 
 
 def draw_ranks(sampler: Any) -> list[list[Any]]:
-    """Return, for each rank, the batches of row indices that its sampler draws in this epoch.
+    """Return for each rank the batches of row indices that its sampler draws in this epoch.
 
     Raises RequestError if the sampler can't be copied for other ranks, or if the ranks' batches
     don't form global batches.
@@ -405,7 +406,6 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
             copied_sampler = _copy_for(sampler, rank)
             return [list(batch) for batch in islice(copied_sampler, len(copied_sampler) + 1)]
     except Exception as error:
-        # a sampler that can't be copied
         raise _uneven(f"its sampler can't be asked for another rank's rows ({error!r})") from error
 
 
@@ -415,7 +415,6 @@ def _check_sizes(every: list[list[Any]]) -> None:
     The last step may have another batch size if it is the same on all ranks.
     """
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
-    # an epoch's last batch may have another number, equal on all ranks
     whole = set.union(*sizes[:-1], sizes[0])
     if len(whole) > 1 or len(sizes[-1]) > 1:
         raise _uneven("its ranks have batches of other sizes")
@@ -426,7 +425,7 @@ def _uneven(why: str) -> RequestError:
 
 
 def join_ranks(every: Any) -> list[Any]:
-    """Return all ranks' row indices in training order: step by step, and rank by rank in a step."""
+    """Return all ranks' row indices in training order: by step, and within a step by rank."""
     return [row for step in zip(*every, strict=True) for batch in step for row in batch]
 
 
@@ -440,7 +439,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _copy_for(sampler: Any, rank: int) -> Any:
-    """Copy the sampler, but not its data set, and set its rank to `rank`."""
+    """Copy the sampler, but not its data set, and set the copy's rank to `rank`."""
     held = [vars(each).get(name) for each in _chain(sampler) for name in ("dataset", "data_source")]
     copied = copy.deepcopy(sampler, {id(each): each for each in held})
     holder, name = _find_rank_attribute(copied)
@@ -449,9 +448,9 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 
 
 def _find_rank_attribute(sampler: Any) -> Any:
-    """Find which of the nested samplers stores the rank; return it and the attribute's name.
+    """Find which of the nested samplers stores the rank, and return it with the attribute's name.
 
-    The result is None if there is none.
+    The result is None if no sampler stores it.
     """
     for each in _chain(sampler):
         for own, world in _SHARDS:
@@ -460,7 +459,6 @@ def _find_rank_attribute(sampler: Any) -> Any:
                 dist.get_world_size(),
             ):
                 return each, own
-    # neither `sampler` nor one nested in it stores the rank
     return None
 
 
@@ -470,12 +468,17 @@ def _chain(sampler: Any) -> Iterator[Any]:
         yield sampler
         inner = vars(sampler)
         sampler = next(
-            (inner[name] for name in ("given", "batch_sampler", "sampler") if name in inner), None
+            (
+                inner[name]
+                for name in ("script_sampler", "batch_sampler", "sampler")
+                if name in inner
+            ),
+            None,
         )
 
 
 def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Hook of accelerate's `DataLoaderDispatcher` that keeps shares equal.
+    """Hook of accelerate's `DataLoaderDispatcher`, for which shares stay equal.
 
     With this loader, one rank loads the rows of all ranks.
     """

@@ -1,4 +1,4 @@
-"""Mark tensors with the collective that their values come from, to follow them through a step."""
+"""Marks tensors with the collective from which their values come, to track them through a step."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _FORGET = 1000  # expired storages are dropped once there are this many
 
 
 class TensorMarks:
-    """Marks tensors with the collective that their values come from.
+    """Marks tensors with the collective from which their values come.
 
-    A mark belongs to one tensor object, or to a storage and so to all its views.
+    A mark is a string such as "all_reduce (train.py:12)". It belongs to one tensor object, or to a
+    storage and thus to all its views.
     """
 
     def __init__(self) -> None:
         self._made = WeakIdKeyDictionary()
         self._written: dict[StorageWeakRef, str] = {}
 
-    def mark(self, tensor: torch.Tensor, place: str) -> None:
+    def mark(self, tensor: torch.Tensor, collective: str) -> None:
         """Mark this tensor object, but not its views."""
-        self._made[tensor] = place
+        self._made[tensor] = collective
 
-    def mark_storage(self, tensor: torch.Tensor, place: str) -> None:
-        """Mark the tensor's storage, and so all its views."""
+    def mark_storage(self, tensor: torch.Tensor, collective: str) -> None:
+        """Mark the tensor's storage, and thus all its views."""
         storage = find_storage(tensor)
         if storage is not None:
-            self._written[StorageWeakRef(storage)] = place
+            self._written[StorageWeakRef(storage)] = collective
         if len(self._written) > _FORGET:
             self._written = {
-                key: place for key, place in self._written.items() if not key.expired()
+                key: collective for key, collective in self._written.items() if not key.expired()
             }
 
     def find(self, tensor: torch.Tensor) -> str:
         """Return the tensor's own mark, or else the mark of its storage; "" without either."""
-        # the tensor's own mark has priority over the mark of its storage
         if tensor in self._made:
             return self.find_own(tensor)
         storage = find_storage(tensor)
@@ -60,7 +60,7 @@ class TensorMarks:
 
 
 def each_tensor_in(data: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers."""
+    """Yield the tensors inside nested containers."""
     return (leaf for leaf in leaves_of(data) if isinstance(leaf, torch.Tensor))
 
 
@@ -82,7 +82,7 @@ def leaves_of(data: Any) -> Iterator[Any]:
 
 
 def is_in_place(function: Any) -> bool:
-    """Return whether the PyTorch function changes its first argument in place."""
+    """Return whether the PyTorch function changes its first argument in collective."""
     name = str(getattr(function, "__name__", ""))
     if name in ("__setitem__", "__set__"):
         return True
@@ -92,7 +92,7 @@ def is_in_place(function: Any) -> bool:
 
 
 def find_storage(tensor: torch.Tensor) -> Any:
-    """Return the tensor's storage, or None if it has none, as a sparse tensor."""
+    """Return the tensor's storage, or None for a tensor without one, such as a sparse tensor."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):

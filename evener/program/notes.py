@@ -21,9 +21,7 @@ READ_STEPS = 10  # number of steps between readings of the timer, which stores t
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
-    """Model and batch size for which shares were optimized; they may not suit others."""
-
-    # for another model or batch, these shares may be wrong
+    """Model and batch size for which shares were optimized; they may be wrong for others."""
 
     model: str  # a digest of the shapes and types of its parameters and buffers
     rows: int  # rows per step
@@ -41,7 +39,7 @@ class ProgramSettings(msgspec.Struct, frozen=True):
 
 
 class RankNote(msgspec.Struct):
-    """What one rank reports when it exits: active hooks, step times and why shares stayed equal."""
+    """What a rank reports when it exits: active hooks, step times and why shares stayed equal."""
 
     rank: int
     device: str  # id of the device
@@ -57,13 +55,13 @@ class RankNote(msgspec.Struct):
 
 
 def read_settings() -> ProgramSettings:
-    """Return the settings of `evener run` from the environment; defaults without `evener run`."""
+    """Return the settings that `evener run` has put in the environment, or else the defaults."""
     text = os.environ.get(PROGRAM)
     return msgspec.json.decode(text, type=ProgramSettings) if text else ProgramSettings("", "")
 
 
 def print_on_first_rank(words: str) -> None:
-    """Print "evener: " and a line to stderr, on rank 0 only."""
+    """Print "evener: " and `words` as a line to stderr, on rank 0 only."""
     # With several ranks, a line break keeps it off a progress bar. It begins with a carriage
     # return, so that tools that merge the output of processes drop the empty line.
     if current_rank() == 0:
@@ -94,7 +92,7 @@ class Notebook:
             Finalize(None, self.leave, exitpriority=1)
 
     def watch(self, training: Any, hooks: str) -> None:
-        """Print a training run's devices and shares, and record its step times from now on.
+        """Print which devices train with which shares, and record step times from now on.
 
         `hooks` names the integration, for example "DistributedDataParallel and DataLoader".
         """
@@ -111,19 +109,19 @@ class Notebook:
             f"step, by {hooks}"
         )
 
-    def stay_even(self, why: str, more: str = "") -> None:
+    def stay_even(self, why: str, suffix: str = "") -> None:
         """Print and record why shares stay equal; only the first reason counts.
 
-        `more` is printed but not recorded.
+        `suffix` is printed after the reason, but not recorded.
         """
         if not self.why:
             self.why = why.rstrip(".")
-            print_on_first_rank(f"shares stay equal: {self.why}{more}")
+            print_on_first_rank(f"shares stay equal: {self.why}{suffix}")
 
     def suppose_even(self, why: str) -> None:
         """Print why shares are equal for now; a later loop may still get unequal shares.
 
-        If none does, `why` is the reason in the `RankNote`.
+        If no loop gets them, `why` becomes the reason in the `RankNote`.
         """
         self.pending_reason, self._supposes_even = why, True
         print_on_first_rank(f"shares stay equal: {why}")
@@ -142,7 +140,6 @@ class Notebook:
 
     def _read_steps(self) -> None:
         """Record the timer's new step times, except for steps with a partial batch."""
-        # without steps of fewer rows than a global batch, such as an epoch's last
         for step in self._training.timer.last():
             if step.number <= self._read:
                 continue

@@ -1,4 +1,4 @@
-"""Follow values that ranks exchange, to see whether they reach the loss or the model's weights."""
+"""Track values that ranks exchange, to see whether they reach the loss or the model's weights."""
 
 from __future__ import annotations
 
@@ -27,74 +27,72 @@ class Origins:
         self.read = ""  # the call whose result the program read as a number
         self.reads = 0  # number of such reads
 
-    def write(self, data: Any, place: str) -> None:
-        """Mark the tensors in `data` as filled by a collective; `place` names it and its line."""
+    def write(self, data: Any, collective: str) -> None:
+        """Mark the tensors in `data` as filled by a collective.
+
+        `collective` names it and its line, such as "all_reduce (train.py:12)".
+        """
         self.seen = True
         for tensor in each_tensor_in(data):
-            self._marks.mark_storage(tensor, place)
+            self._marks.mark_storage(tensor, collective)
 
-    def write_totals(self, data: Any, place: str) -> None:
-        """Mark the tensors in `data` as totals over all ranks' rows.
+    def write_totals(self, data: Any, collective: str) -> None:
+        """Mark the tensors in `data` as totals over all ranks' rows, computed by `collective`."""
+        for tensor in each_tensor_in(data):
+            self._marks.remove(tensor)
+            self.totals.write(tensor, collective)
 
-        `place` names the collective and its line.
+    def write_gathered(self, data: Any, collective: str) -> None:
+        """Mark `data` as values gathered from all ranks by `collective`.
+
+        Each value is a rank's sum over its own rows. The script may add the values up later.
         """
         for tensor in each_tensor_in(data):
             self._marks.remove(tensor)
-            self.totals.write(tensor, place)
+        self.totals.write_gathered(data, collective)
 
-    def write_gathered(self, data: Any, place: str) -> None:
-        """Mark `data` as gathered values, one per rank, which the script may add up later.
+    def write_objects(self, data: Any, collective: str) -> None:
+        """Mark tensors in Python objects that `collective` has gathered from all ranks.
 
-        Each value is a rank's sum over its own rows. `place` names the collective and its line.
+        Plain numbers in the objects can't be tracked, so the script is assumed to use them.
         """
-        for tensor in each_tensor_in(data):
-            self._marks.remove(tensor)
-        self.totals.write_gathered(data, place)
-
-    def write_objects(self, data: Any, place: str) -> None:
-        """Mark tensors in Python objects that were gathered from all ranks.
-
-        Plain numbers in them can't be tracked, so the script is assumed to use them.
-        """
-        # what the program does with Python numbers can't be tracked, so it counts as having read
-        # them
-        self.write(data, place)
+        self.write(data, collective)
         if any(isinstance(leaf, int | float) for leaf in leaves_of(data)):
-            self._note_read(place)
+            self._note_read(collective)
 
-    def _note_read(self, place: str) -> None:
-        self.read = place
+    def _note_read(self, collective: str) -> None:
+        self.read = collective
         self.reads += 1
 
     def find(self, data: Any) -> str:
-        """Return the collective, with its line, from which a value in `data` comes, or ""."""
+        """Return the collective from which a value in `data` comes, or "" if there is none."""
         for leaf in leaves_of(data):
-            place = self._marks.find(leaf) if isinstance(leaf, torch.Tensor) else ""
-            if place:
-                return place
+            collective = self._marks.find(leaf) if isinstance(leaf, torch.Tensor) else ""
+            if collective:
+                return collective
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the collective that this tensor was computed from, or "" if none is known.
+        """Return the collective from whose values this tensor was computed, or "" if none is known.
 
-        The result is also "" for tensors that the collective itself filled.
+        The result is also "" for a tensor that a collective itself has filled.
         """
         return self._marks.find_own(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> None:
-        """After a PyTorch call, mark its result if one of its arguments came from another rank."""
-        place = self.find((arguments, keywords)) if self.seen else ""
-        place = place or self.totals.follow(function, arguments, keywords, result, rows)
-        if not place:
+        """Mark the result of a PyTorch call if one of its arguments comes from another rank."""
+        collective = self.find((arguments, keywords)) if self.seen else ""
+        collective = collective or self.totals.follow(function, arguments, keywords, result, rows)
+        if not collective:
             return
         self.seen = True
         if function in READS:
-            self._note_read(place)
+            self._note_read(collective)
         for tensor in each_tensor_in(result):
-            self._marks.mark(tensor, place)
+            self._marks.mark(tensor, collective)
         if is_in_place(function) and arguments:
-            self.write(arguments[0], place)
+            self.write(arguments[0], collective)
             for tensor in each_tensor_in(arguments[0]):
-                self._marks.mark(tensor, place)
+                self._marks.mark(tensor, collective)
         if "out" in keywords:
-            self.write(keywords["out"], place)
+            self.write(keywords["out"], collective)

@@ -44,13 +44,11 @@ EXCHANGE_SECONDS = 60.0  # timeout for all ranks to reach the end of the first s
 
 
 class Program:
-    """A user's script whose shares evener may change while it trains.
+    """State of the user's script, and hooks by which it trains with unequal shares.
 
-    Its methods are hooks of PyTorch functions. The only instance is `PROGRAM`.
+    In the first step, shares are equal, and all ranks check whether they may become unequal. If
+    not, the script runs unchanged. The only instance is `PROGRAM`.
     """
-
-    # In the first step, all ranks check whether unequal shares are possible. If not, the program
-    # runs unchanged.
 
     def __init__(self) -> None:
         self.notebook = Notebook(read_settings())
@@ -125,13 +123,15 @@ class Program:
         return bool(self.models) and (has_trained or any(model.training for model in self.models))
 
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
-        """Hook of the constructors of DDP, FSDP1 and DeepSpeed: record the wrapped model."""
+        """Hook of the constructors of DDP, FSDP1 and DeepSpeed that records the wrapped model."""
         wrapped(*arguments, **keywords)
-        self._note_whole(model)
+        self._record_model(model)
 
-    def _note_whole(self, model: Any) -> None:
-        """Record a wrapped model in place of its submodules, unless it is itself a submodule."""
-        # a part of a model that is already recorded is ignored
+    def _record_model(self, model: Any) -> None:
+        """Record a model that is wrapped, for example in DDP, in place of its submodules.
+
+        Nothing happens if the model is itself a submodule of a recorded one.
+        """
         if not any(model in other.modules() for other in self.models):
             for module in model.modules():
                 self.models.pop(module, None)
@@ -140,12 +140,12 @@ class Program:
                 self._note_later_model(model, self.training)
 
     def shard_model(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of `fully_shard`: record the sharded models."""
+        """Hook of `fully_shard` that records the sharded models."""
         # programs also shard single layers; only the whole model stays recorded
         result = wrapped(*arguments, **keywords)
         given = arguments[0] if arguments else keywords["module"]
         for model in given if isinstance(given, list) else [given]:
-            self._note_whole(model)
+            self._record_model(model)
         return result
 
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
@@ -164,7 +164,10 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Count backward passes; if no optimizer step follows, print why shares stay equal."""
+        """Count a backward pass; after several without an optimizer step, say why shares are equal.
+
+        Raises RequestError then in strict mode.
+        """
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -189,7 +192,7 @@ class Program:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether a step of this training run, or its current batch, has had unequal shares."""
+        """Whether a step of this training run had unequal shares, or the current batch has them."""
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
     def note_own_iteration(self, loader: Any) -> None:
@@ -202,16 +205,14 @@ class Program:
         self._has_begun_early = not self.models
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook that runs before a step, and checks if it uses values from other ranks."""
-        # before training by shares, also whether values that ranks exchanged affect the step
+        """Optimizer hook that runs before a step, and checks whether other ranks' values affect it."""
         if self._guard is not None:
             self._guard.steps = True
             if self.training is None:
                 self._check_exchanged_values(optimizer)
 
     def _check_exchanged_values(self, optimizer: Any) -> None:
-        """Record if values from other ranks affect loss, gradients, weights or learning rate."""
-        # through the loss, the gradients, the weights or the optimizer's settings
+        """Record if values from other ranks affect loss, gradients, weights or optimizer settings."""
         exchanges = self.exchanges
         if not exchanges.origins.seen:
             return
@@ -235,7 +236,7 @@ class Program:
             exchanges.note_entered(exchanges.origins.read, "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook that counts a step, and prints why shares stay equal if they have to.
+        """Optimizer hook that runs after a step, and prints why shares stay equal if they have to.
 
         In strict mode, it raises RequestError instead of training on.
         """
@@ -274,7 +275,6 @@ class Program:
         if not self.is_single_rank:
             self.stay_even(views.NO_GROUP)
             return
-        # no other process trains
         loader = None if self._newest_loader is None else self._newest_loader()
         self.report_single_device(advise(optimizer, loader))
 
@@ -285,15 +285,15 @@ class Program:
         return not has_group and is_eveners_rank() and not is_released()
 
     def report_single_device(self, advice: str) -> None:
-        """Print that the script trains on one device, with advice.
+        """Print that the script trains on one device, followed by `advice`.
 
         Raises RequestError in strict mode.
         """
         self.notebook.stay_even(views.FOR_ONE, f". {advice}")
         self._end_strictly(views.FOR_ONE)
 
-    def _begin_rates(self) -> None:
-        """Save the optimizers' settings when a batch begins, to detect a change within its step."""
+    def _save_settings(self) -> None:
+        """Save the optimizers' settings at the start of a batch, to detect changes in its step."""
         # A schedule changes the settings between batches. An exchanged value may be the cause of a
         # change within a batch.
         self._begun_reads = self.exchanges.origins.reads
@@ -312,11 +312,11 @@ class Program:
             self._end_strictly(words)
 
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of gradient clipping: clipping before gradients are averaged keeps shares equal.
+        """Hook of gradient clipping: if it comes before gradients are averaged, shares stay equal.
 
-        Raises RequestError if the script trains by the plan's shares already.
+        The clipped gradients would otherwise depend on the shares. Raises RequestError if the
+        script trains by the plan's shares already.
         """
-        # clipping would then depend on the shares
         if not self._others and any(
             not getattr(model, "require_backward_grad_sync", True) for model in self.models
         ):
@@ -329,27 +329,31 @@ class Program:
         return wrapped(*arguments, **keywords)
 
     def run_collective(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of collectives: if the user's own code calls one, check the call; then run it."""
+        """Hook of collectives that checks a call by the user's own code, and then runs it."""
         if self._even_start is not None and comes_from_rows(wrapped.__name__):
             self._note_callback(self._even_start, wrapped.__name__)
         guard = self._guard
-        place = self.exchanges.find_place(guard)
-        if not place:
+        line = self.exchanges.find_line(guard)
+        if not line:
             return wrapped(*arguments, **keywords)
         is_uneven = self.is_uneven or self.notebook.was_uneven
         checks = self.training is None
-        return self.exchanges.see(wrapped, arguments, keywords, guard, place, is_uneven, checks)
+        return self.exchanges.check_and_run(
+            wrapped, arguments, keywords, guard, line, is_uneven, checks
+        )
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
-        """Record a collective if a callback that the user gave to a trainer calls it."""
-        # `name` is the collective, and `start` observes the first steps
-        place = find_callback()
-        if not place or not start.is_training:
+        """Record a collective that a callback of the user's calls in a library's trainer.
+
+        `start` watches the trainer's first steps, and `name` is the collective. After these steps,
+        unequal shares lead to a warning instead.
+        """
+        line = find_callback()
+        if not line or not start.is_training:
             return
         if not start.is_over:
-            start.note_collective(name, place)
+            start.note_collective(name, line)
         elif len(set(start.shares)) > 1:
-            # shares differ already
             self.notebook.warn(views.EXCHANGED)
 
     def note_exchange(self, call: ExchangeCall | None = None) -> None:
@@ -358,7 +362,6 @@ class Program:
         `call` is the collective, or None if unknown. Nothing happens unless a model is in training
         mode.
         """
-        # this is called for each collective of the program
         if len(set(self.sizes)) <= 1 or not any(model.training for model in self.models):
             return
         if call is not None and call.words not in self._noted_calls:
@@ -369,7 +372,7 @@ class Program:
         self.notebook.warn(views.EXCHANGED)
 
     def open_loop(self) -> None:
-        """End the current training run if the new loop trains another model.
+        """Prepare for a new loop: if it trains another model, end the current training run.
 
         Every rank has to call this the same number of times.
         """
@@ -415,14 +418,14 @@ class Program:
         self._updated = False
         if self.training is None:
             self._rates = 0
-            self._begin_rates()
+            self._save_settings()
         if self._guard is None and self._needs_guard(loop):
             self._guard = self._make_guard(loop)
         if self.training is not None:
             self._begin_step(loop, self.training)
 
     def _enter(self, loop: Any) -> None:
-        """Make `loop` the current loop."""
+        """Make `loop` the loop whose batches are trained on."""
         left = self._loop
         if left is not None and self._updated and left.shared_batches is loop.shared_batches:
             self.end(left)  # a new epoch of a loop that counts its batches itself
@@ -431,7 +434,10 @@ class Program:
         self._loop = loop
 
     def _needs_guard(self, loop: Any) -> bool:
-        """Return whether the next step's loss has to be checked: could unequal shares change it?"""
+        """Return whether a Guard has to check the loss of the next step.
+
+        A Guard finds out whether unequal shares would change the loss.
+        """
         # every batch before training by shares, the first uneven one, then at growing intervals
         if self.training is None:
             return not self.notebook.why and not loop.shared_batches.fault
@@ -441,7 +447,10 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Start a step with unequal shares: set the gradients' weights; check a changed loss."""
+        """Start a step with the plan's shares, and set the weights of the ranks' gradients.
+
+        If the loss has just changed, a Guard checks it in this step.
+        """
         # The loss needs a check if it has just changed, or if a setting that affects the loss has.
         # A guard disturbs the step's time, which isn't used for rebalancing.
         if self._loader_steps is None or loop.origin is None:
@@ -466,12 +475,11 @@ class Program:
             sketcher = self.training.audits.make_sketcher
             given = {"sketcher": sketcher, "step": self._steps + 1, "are_sums": are_sums}
         rows = loop.count_rows()
-        return Guard(self.models, loop.batch, loop.few_rows, rows=rows, agree=agree, **given)
+        return Guard(self.models, loop.batch, loop.fetch_few_rows, rows=rows, agree=agree, **given)
 
     @property
     def _meets_in_layers(self) -> bool:
         """Whether the model's layers communicate between ranks, as with FSDP."""
-        # then no rank can run a pass alone
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
@@ -487,7 +495,7 @@ class Program:
             self._loader_steps.done(loop.sizes, (0, 0))
             self._compare_records_if_due(loop)
         if loop is not self._loop and loop.batch is not None:
-            self._handle_several_loops(loop)
+            self._check_several_loops(loop)
         elif (
             loop is self._loop and self._updated and self.training is None and not self.notebook.why
         ):
@@ -513,13 +521,12 @@ class Program:
             self._guard.close()
             self._guard = None
 
-    def _handle_several_loops(self, loop: Any) -> None:
-        """Check that a step's two loops have their rows divided among ranks in the same ratios.
+    def _check_several_loops(self, loop: Any) -> None:
+        """Check a step that takes batches from two loops.
 
-        Raises RequestError if they haven't.
+        Raises RequestError if shares have differed, and the two loops divide their rows among the
+        ranks in different ratios.
         """
-        # `loop` is the second loop; shares are different if they divide the loops' rows in other
-        # ratios
         self.notebook.pending_reason = views.SEVERAL
         ratios = [[size / sum(each.sizes) for size in each.sizes] for each in (loop, self._loop)]
         if (
@@ -534,7 +541,7 @@ class Program:
             )
 
     def _compare_records_if_due(self, loop: Any) -> None:
-        """Count a step; compare all ranks' records if a comparison is due."""
+        """Count a step, and compare all ranks' records of it if a comparison is due."""
         self._steps += 1
         if self._steps > self._look:
             self._look *= LOOK_AGAIN
@@ -547,9 +554,11 @@ class Program:
             self._compare_records(loop)
 
     def _exchange_change(self) -> None:
-        """Send this rank's check of a changed loss to all ranks, without waiting for theirs."""
-        # Such a check is made after a change of the loss or of a setting that affects the loss.
-        # This rank doesn't wait for the others, because they may not have seen the change.
+        """Send the result of this rank's check of a changed loss to all ranks.
+
+        The rank doesn't wait for the others' results.
+        """
+        # the other ranks may not have seen the change
         assert self.training is not None
         self._rechecks = False
         guard, self._guard = self._guard, None
@@ -559,7 +568,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn if this step's loss couldn't be checked for effects of unequal shares."""
+        """Warn if it couldn't be checked whether unequal shares change this step's loss."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of equal shares: "
@@ -572,8 +581,6 @@ class Program:
         Every rank has to call this. Raises RequestError if ranks have trained with different row
         orders or learning rates.
         """
-        # The records are of the steps since the last comparison. Any other difference or fault
-        # makes the training return to equal shares.
         every = self.exchange(self._make_record(loop))
         loop.compared = True
         difference = views.find_difference(every)
@@ -588,7 +595,7 @@ class Program:
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
-        """Make a loop's shares equal for the rest of the training run, and print why."""
+        """Make this loop's shares equal for the rest of the training run, and print why."""
         assert self.training is not None
         self.training.follow(loop.sampler, loop.ahead)
         self.go_even(self.training, f"in step {self._steps}, {fault}")
@@ -616,7 +623,7 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Audit gradients during the training run; if an audit fails, shares become equal."""
+        """Let audits compare gradients during the training run; a difference makes shares equal."""
         training.audits.follow_launcher(partial(self.go_even, training))
 
     def begin_even(self, training: PlannedTraining, hooks: str) -> None:
@@ -636,7 +643,6 @@ class Program:
         store, and must be serializable by msgspec. The result is empty on all ranks if one doesn't
         answer within `seconds`; 0 uses the store's timeout.
         """
-        # values are exchanged through the process group's store
         self._exchanges += 1
         store = default_store()
         every = exchange_values(
@@ -650,7 +656,10 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Exchange error messages with all ranks; return the first one, or "" without any."""
+        """Exchange error messages with all ranks, and return the first one, or "" without any.
+
+        Every rank has to call this.
+        """
         # Ranks agree before they run passes together, in which they communicate layer by layer. If
         # a rank doesn't answer, that is a reason, too.
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
@@ -659,10 +668,9 @@ class Program:
     def _train_loop_by_shares(self, loop: Any) -> None:
         """Decide with all ranks, after a step, whether this loop may use unequal shares.
 
-        Every rank has to call this after the same step.
+        If it may, the plan's shares take effect. Every rank has to call this after the same step.
         """
-        # All ranks call this after the same step. If the program has exchanged values, wait one
-        # more step, which may use them.
+        # If the program has exchanged values, wait one more step, which may use them.
         every = self.exchange(self._make_record(loop), EXCHANGE_SECONDS)
         fault = _find_common_fault(every)
         if fault:
@@ -693,8 +701,10 @@ class Program:
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
     def _plan_loop(self, models: list[Any], loop: Any, are_sums: bool) -> PlannedTraining:
-        """Create a training run with the plan's shares for this loop, and add the models to it."""
-        # losses are sums over rows, and the gradients are those of the ranks
+        """Create a training run with the plan's shares for this loop, and add the models to it.
+
+        `are_sums` says whether losses are sums over rows.
+        """
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
         training.weights.are_sums = are_sums
@@ -703,13 +713,11 @@ class Program:
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
-        """Return a plan with equal shares if the launched plan was for another model or batch.
+        """Return a plan with equal shares if the launched plan was for another model or batch size.
 
         The result is None if the launched plan can be used, or if the script started another number
         of processes. `global_batch` is in rows per step.
         """
-        # If the shares of that plan were determined for another model or batch size, the result is
-        # a copy with equal shares.
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin
         if origin in (None, SharesOrigin(self.notebook.model, global_batch)):
@@ -730,25 +738,27 @@ class Program:
         models: Sequence[Any],
         global_batch: int,
         weigh: Weigh = "gradients",
-        **place: Any,
+        **options: Any,
     ) -> PlannedTraining:
         """Create a training run that uses the plan's shares.
 
         - `global_batch`: rows per step.
         - `weigh`: what is multiplied by a rank's weight, such as "gradients" or "loss".
-        - `place`: further arguments of `find_shares`.
+        - `options`: further arguments of `find_shares`.
 
         Raises EvenerError if the plan doesn't fit the script.
         """
         settings = self.notebook.settings
         chosen = self.choose_plan(models, global_batch)
-        found = find_shares(chosen, None, global_batch, {"rebalance": settings.rebalance}, **place)
+        found = find_shares(
+            chosen, None, global_batch, {"rebalance": settings.rebalance}, **options
+        )
         return PlannedTraining(
             found, weigh, rebalance=settings.rebalance, noise=settings.noise, journal=True
         )
 
     def _make_record(self, loop: Any) -> RankView:
-        """Return this rank's observations in the last steps, to compare them between ranks."""
+        """Return what this rank has observed in the last steps, to compare it between ranks."""
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.close()
@@ -777,8 +787,10 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's record of the last step, in training with the plan's shares."""
-        # `guard` has checked the last step; None if there was no check
+        """Return this rank's record of the last step, in training with the plan's shares.
+
+        `guard` has checked that step; it is None if there was no check.
+        """
         order = loop.shared_batches.digest
         if guard is None:
             return RankView("", order, self._rates)
@@ -787,8 +799,10 @@ class Program:
         return RankView(fault or guard.local_use, order, self._rates, guard.numbers, guard.uses)
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
-        """Return why this rank can't train with unequal shares, or ""."""
-        # `guard` has checked the latest batch; None if there was no check
+        """Return why this rank can't train with unequal shares, or "" if it can.
+
+        `guard` has checked the latest batch; it is None if there was no check.
+        """
         sampler = loop.sampler
         if sampler is not None and sampler.global_batch == dist.get_world_size():
             return views.SINGLE
@@ -803,9 +817,11 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Record if a number in the loss has changed, as exchanged values may be the cause."""
-        # The program may have computed such a number from exchanged values. `numbers` are those of
-        # the latest step's loss.
+        """Compare the numbers in the loss, such as a factor, with those of the previous step.
+
+        If they have changed after the script has read a value from other ranks, this value is
+        recorded as the cause.
+        """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:
             self.exchanges.note_entered(self.exchanges.origins.read, "a number in its loss")
@@ -846,7 +862,6 @@ def _find_common_fault(every: list[RankView]) -> str:
     differ.
     """
     if not every:
-        # a rank is missing
         return views.ALONE
     for each in every:
         if each.fault:
@@ -863,7 +878,7 @@ def share_state(trainer: Any, kind: type[Any]) -> Any:
 
 @contextmanager
 def stays_if_refused(trainer: Any) -> Iterator[None]:
-    """Context manager that restores the trainer and keeps shares equal on an EvenerError."""
+    """Context manager that keeps shares equal on an EvenerError, and then restores the trainer."""
     before = dict(vars(trainer))
     try:
         with kept_state():

@@ -1,7 +1,7 @@
-"""Unequal shares for models whose gradients FSDP or DeepSpeed averages over ranks.
+"""Unequal shares for models whose gradients are averaged over ranks by FSDP or DeepSpeed.
 
-Each rank's loss is multiplied by `rows * ranks / all rows` before its backward pass, so that the
-mean over ranks is the mean over all rows.
+Each rank's loss is multiplied by `rows * ranks / all rows` before its backward pass. Then the mean
+over ranks equals the mean over all rows.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def find_library(model: Any) -> str:
 
 
 def has_copies(models: Iterable[Any]) -> bool:
-    """Return whether the optimizer trains copies of the parameters, as DeepSpeed does."""
+    """Return whether the optimizer trains copies of the models' parameters, as DeepSpeed's does."""
     return any(find_library(model) == "DeepSpeed" for model in models)
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
-    """Return whether the optimizer also trains parameters outside of `models`.
+    """Return whether the optimizer also trains parameters that aren't in any of `models`.
 
     The result is False with DeepSpeed, whose optimizers can't be checked.
     """
@@ -48,7 +48,7 @@ def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
 
 
 def choose_weigh(models: Iterable[Any]) -> Weigh:
-    """Return what a rank's share multiplies: "loss" for sharded models, else "gradients"."""
+    """Return what a rank's weight multiplies: "loss" for sharded models, else "gradients"."""
     return "loss" if any(map(find_library, models)) else "gradients"
 
 
@@ -58,7 +58,7 @@ def name_wrapper(models: Iterable[Any]) -> str:
 
 
 def follow(training: Any, model: Any) -> None:
-    """From now on, weight a model's losses or gradients by its rank's share.
+    """From now on, weight a model's losses or gradients by this rank's share.
 
     Raises RequestError if this model can't be weighted.
     """
@@ -69,7 +69,7 @@ def follow(training: Any, model: Any) -> None:
 
 
 def find_fault(model: Any) -> str:
-    """Return why a sharded model can't train with unequal shares, or ""."""
+    """Return why a sharded model can't train with unequal shares, or "" if it can."""
     # a model can if each rank computes its own rows, and the library averages all gradients over
     # ranks
     match find_library(model):
@@ -114,7 +114,7 @@ def _find_deepspeed_fault(engine: Any) -> str:
 
 
 def run_weighted(training: Any, backward: Any, arguments: Any, keywords: Any) -> Any:
-    """Run a backward pass whose losses are multiplied by the rank's share weight."""
+    """Run a backward pass whose losses are multiplied by this rank's weight."""
     bound = _signature(backward).bind(*arguments, **keywords)
     losses = _as_list(bound.arguments["tensors"])
     gradients = _as_list(bound.arguments.get("grad_tensors")) or [None] * len(losses)

@@ -1,4 +1,4 @@
-"""Hooks of Lightning's fit loop: a Trainer that uses DDP gets the plan's unequal shares."""
+"""Hooks of Lightning's fit loop that give a Trainer with DDP the plan's unequal shares."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ProgramStrategy(PlanStrategy):
 
 
 def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of the fit loop's `run`: print how to use DDP if only one device trains."""
+    """Hook of the fit loop's `run` that prints how to use DDP if only one device trains."""
     if PROGRAM.is_single_rank:
         PROGRAM.report_single_device(advise_lightning())
     with PROGRAM.left_unchanged():
@@ -47,23 +47,27 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook at the start of an epoch: install unequal shares, or apply them to a reloaded loader."""
-    # If the Trainer already trains by shares, and has created a new loader for the epoch, that
-    # loader is replaced by one that divides rows by shares.
+    """Hook at the start of an epoch: switch the Trainer to unequal shares, if that is possible.
+
+    If it already uses them but has created a new loader, the new loader's rows are divided too.
+    """
     loop.setup_data()  # called again in case the trainer reloads its loaders each epoch
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
         strategy, (loader, *others) = loop.trainer.strategy, private.loaders(loop)
         if isinstance(strategy, ProgramStrategy):
             if getattr(loader, "strategy", None) is not strategy:
                 with kept_state():
-                    _give(loop, _make_sharing_loader(strategy, loader))
+                    _use_loader(loop, _make_sharing_loader(strategy, loader))
         elif not PROGRAM.notebook.why:
             _switch_to_shares(loop, strategy, loader, _find_fault(strategy, loader, others))
     return wrapped(*arguments, **keywords)
 
 
 def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
-    """Return why this Trainer can't train with unequal shares, or ""."""
+    """Return why this Trainer can't train with unequal shares, or "" if it can.
+
+    `others` are training loaders after the first.
+    """
     if type(strategy) is not DDPStrategy:
         return f"its strategy is {type(strategy).__name__}"
     if fault := find_fault(strategy.model):
@@ -72,7 +76,6 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
         return "it optimizes manually, so its loss can't be compared before shares differ"
     if any(trains_others(optimizer, [strategy.model]) for optimizer in strategy.optimizers):
         return OUTSIDE
-    # training loaders after the first
     if others:
         return "it has several loaders"
     known = type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
@@ -84,13 +87,13 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
     """Give the Trainer a strategy for unequal shares, unless a rank has a reason against it.
 
-    `fault` is this rank's reason, or "".
+    `fault` is this rank's reason, or "". Every rank has to call this.
     """
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay_even(fault)
         return
     trainer = loop.trainer
-    with stays_if_refused(strategy), _used_unless_refused(trainer, strategy) as chosen:
+    with stays_if_refused(strategy), _use_unless_refused(trainer, strategy) as chosen:
         planned = PROGRAM.plan([strategy.model], _count_rows(loader), device=strategy.root_device)
         chosen.set_plan(planned, 1, None, True)
         chosen.prepare_metrics()
@@ -99,7 +102,7 @@ def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None
         _refuse_difference(chosen, made)
         chosen.sum_by_shares()
         _forget_metrics(chosen)
-        _give(loop, made)
+        _use_loader(loop, made)
         PROGRAM.begin_even(planned, "lightning.Trainer")
 
 
@@ -115,8 +118,11 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 
 @contextmanager
-def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Context manager that uses a ProgramStrategy, and restores the old strategy on an error."""
+def _use_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
+    """Context manager that makes the Trainer use a ProgramStrategy, and yields this strategy.
+
+    On an error, `strategy`, the Trainer's own, is restored.
+    """
     # the ProgramStrategy shares the attributes of `strategy`, which is the Trainer's own strategy
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy
@@ -130,13 +136,11 @@ def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
 
 def _count_rows(loader: Any) -> int:
     """Return the row count of a global batch, over all ranks."""
-    # each rank's loader has the same batch size
     return int(loader.batch_size * dist.get_world_size())
 
 
 def _forget_metrics(strategy: Any) -> None:
-    """Delete the metrics logged so far, because Lightning would reduce them by the old strategy."""
-    # Lightning would reduce them with the strategy that it remembers for each metric
+    """Delete the metrics logged so far, which Lightning would reduce with the old strategy."""
     loop = strategy.lightning_module.trainer.fit_loop.epoch_loop
     for each in (loop, loop.val_loop):
         private.logged(each).clear()
@@ -147,8 +151,6 @@ def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
 
     Raises RequestError if the global batch size has changed.
     """
-    # A global batch has the rows that the DistributedSampler of `loader` gives to all ranks in one
-    # step. It must have as many rows as at the start of training by shares.
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
         raise RequestError(
             f"A new loader has {_count_rows(loader)} rows a step, after "
@@ -169,7 +171,7 @@ def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
     )
 
 
-def _give(loop: Any, loader: Any) -> None:
+def _use_loader(loop: Any, loader: Any) -> None:
     """Make Lightning's fit loop use `loader`, without advancing any random generator."""
     with kept_state():
         private.replace_loader(loop, loader)

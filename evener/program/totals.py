@@ -1,4 +1,7 @@
-"""Find tensors that are totals over all ranks' rows, and so are the same for any shares."""
+"""Find tensors that are totals over all ranks' rows, and so are the same for any shares.
+
+An example is the sum of all ranks' token counts, from an all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.T
 
 
 class Rows(Protocol):
-    """Protocol of an object that knows which tensors were computed from this rank's rows."""
+    """Interface of an object that knows which tensors were computed from this rank's rows."""
 
     rows: int
     has_asked_length: bool
@@ -37,48 +40,46 @@ class Totals:
         self._gathered = TensorMarks()  # with one element for each rank
         self._parts = TensorMarks()  # the sum over one rank's rows
 
-    def write(self, tensor: torch.Tensor, place: str) -> None:
-        """Mark the tensor as a total over all ranks; `place` names the collective and its line."""
-        self._mark_only(self._whole, tensor, place)
+    def write(self, tensor: torch.Tensor, collective: str) -> None:
+        """Mark the tensor as a total over all ranks, which `collective` has computed."""
+        self._mark_only(self._whole, tensor, collective)
 
-    def write_gathered(self, data: Any, place: str) -> None:
-        """Mark `data` as gathered values: each is a rank's sum over its own rows.
+    def write_gathered(self, data: Any, collective: str) -> None:
+        """Mark `data` as values gathered from all ranks, each a rank's sum over its own rows.
 
         `data` is a tensor with an element per rank, or a list of tensors.
         """
         kind = self._gathered if isinstance(data, torch.Tensor) else self._parts
         for tensor in each_tensor_in(data):
-            self._mark_only(kind, tensor, place)
+            self._mark_only(kind, tensor, collective)
 
-    def _mark_only(self, kind: TensorMarks, tensor: torch.Tensor, place: str) -> None:
+    def _mark_only(self, kind: TensorMarks, tensor: torch.Tensor, collective: str) -> None:
         for each in (self._whole, self._gathered, self._parts):
             each.remove(tensor)
-        kind.mark_storage(tensor, place)
+        kind.mark_storage(tensor, collective)
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the collective, such as "all_reduce (train.py:12)", that added up this total.
+        """Return the collective that computed this total, such as "all_reduce (train.py:12)".
 
         The result is "" if the tensor isn't a total.
         """
         return self._whole.find(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> str:
-        """Follow a call that uses totals: could other shares change its result?
+        """Check whether a function call that uses totals has a result that depends on the shares.
 
-        If so, return the collective that made the total. If not, mark the result as a total too,
-        and return "".
+        If it does, return the collective that computed the total. If not, mark the result as a
+        total too, and return "".
         """
-        # the result depends on the shares if the call also uses this rank's own rows, or reads a
-        # sum as a number
         leaves = leaves_in((arguments, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        parts = _find_places(self._parts, tensors)
+        parts = _find_collectives(self._parts, tensors)
         if parts:
             return self._follow_parts(function, tensors, result, parts)
-        gathered = _find_places(self._gathered, tensors)
+        gathered = _find_collectives(self._gathered, tensors)
         if gathered:
             return self._follow_gathered(function, leaves, result, gathered[0])
-        whole = _find_places(self._whole, tensors)
+        whole = _find_collectives(self._whole, tensors)
         if not whole:
             return ""
         counts = is_arithmetic(function) and not all(_is_fixed(leaf, rows) for leaf in leaves)
@@ -87,51 +88,59 @@ class Totals:
         return self._follow_whole(function, tensors, result, rows, whole[0])
 
     def _follow_whole(
-        self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, place: str
+        self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, collective: str
     ) -> str:
-        """Follow a call that uses totals; mark its result as a total if shares can't change it."""
-        # Return `place` if the result may depend on the shares, and otherwise "". `place` is where
-        # the sums were computed. A result that also uses this rank's own rows isn't marked. Own
-        # rows with gradients are a part of the loss, which is computed again in parts.
+        """Check a call that uses totals, and mark its result as a total if shares can't change it.
+
+        If shares may change it, `collective` is returned, which has computed the totals; otherwise
+        "".
+        """
+        # A result that also uses this rank's own rows isn't marked. Own rows with gradients are a
+        # part of the loss, which is computed again in parts.
         others = [tensor for tensor in tensors if not self._whole.find(tensor)]
         own = [each for each in others if rows.goes_by_rows(each)]
         if own:
-            return "" if all(each.requires_grad for each in own) else place
+            return "" if all(each.requires_grad for each in own) else collective
         changes_other = is_in_place(function) and any(tensors[0] is each for each in others)
         if not changes_other:
             for each in each_tensor_in(result):
-                self._whole.mark(each, place)
+                self._whole.mark(each, collective)
         return ""
 
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Follow a function call whose arguments are gathered values, in one tensor per rank."""
-        # Return "" if the result joins the sums of all ranks, and otherwise the first of `parts`.
-        # `parts` are the collectives that gathered the sums. A function such as torch.stack joins
-        # tensors.
+        """Check a call that uses gathered values, which are in one tensor per rank.
+
+        If the function joins the tensors of all ranks, mark the result as gathered values, and
+        return "". Otherwise return the first of `parts`, the collectives that gathered the values.
+        """
         are_all = len(set(map(id, tensors))) == len(parts) == dist.get_world_size()
         if function not in _JOINS or not are_all:
             return parts[0]
         self._gathered.mark(result, parts[0])
         return ""
 
-    def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
-        """Follow a call on one tensor of gathered values, one per rank; its sum is a total."""
-        # `place` is the collective that gathered the sums
+    def _follow_gathered(
+        self, function: Any, leaves: list[Any], result: Any, collective: str
+    ) -> str:
+        """Check a call that uses a tensor of gathered values, one per rank.
+
+        Their sum is a total. Returns "" if shares can't change the call's result, and otherwise
+        `collective`, which has gathered the values.
+        """
         if function in _SUMS and len(leaves) == 1:
-            self._whole.mark(result, place)
+            self._whole.mark(result, collective)
             return ""
         if function in _VIEWS:
-            self._gathered.mark(result, place)
+            self._gathered.mark(result, collective)
             return ""
-        # the result may depend on the shares
-        return place
+        return collective
 
 
-def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
+def _find_collectives(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
     """Return the marks of those tensors that have one."""
-    return [place for place in map(marks.find, tensors) if place]
+    return [collective for collective in map(marks.find, tensors) if collective]
 
 
 def _is_fixed(value: Any, rows: Rows) -> bool:

@@ -1,7 +1,7 @@
 """Hooks that make a user's transformers Trainer train with a plan's shares.
 
 When the user's script calls `Trainer.train`, a second Trainer with the same attributes trains
-instead. `evener run --balance` runs the script up to that call, to measure its Trainer.
+instead. `evener run --balance` runs the script up to that call, and measures the script's Trainer.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """Return whether this Trainer is left to the hooks for plain loops, as with FSDP."""
-    # the hooks handle a Trainer with FSDP or DeepSpeed, or with a loader that creates its own
-    # batches
+    """Return whether the hooks for plain PyTorch loops handle this Trainer.
+
+    They do with FSDP, with DeepSpeed, or with a batch sampler other than PyTorch's.
+    """
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
         return False
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -69,8 +70,7 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Create a second Trainer that uses unequal shares, from the user's own, and check its loss."""
-    # the new Trainer is used in place of `trainer`
+    """Create a second Trainer with unequal shares from the user's own, and check its loss."""
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
     with stays_if_refused(trainer):
@@ -99,7 +99,6 @@ def _plan(trainer: Any) -> None:
         if world > 1:
             PROGRAM.audit(planned._planned)
             _warn_of_tail(trainer, global_batch)
-        # `train` finds it here
         _planned[trainer] = planned
         hooks = f"{own.__name__}, a transformers.Trainer"
         if world > 1:
@@ -180,32 +179,33 @@ def build() -> Any:
 _start = subprocess.Popen.__init__
 
 
-def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
-    """Replacement of `Popen.__init__` that refuses to start Python or torchrun.
+def _start_no_python(process: Any, command: Any, *more: Any, **options: Any) -> None:
+    """Replacement of `Popen.__init__` that doesn't let the script start Python or torchrun.
 
-    Raises RequestError if the script does.
+    Raises RequestError if the script tries to.
     """
-    # This replaces `subprocess.Popen.__init__`. The program would train there instead of in this
-    # process.
-    first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
+    # the program would train there instead of in this process
+    first = command if isinstance(command, str | bytes | os.PathLike) else next(iter(command), "")
     if Path(os.fsdecode(first).split(" ")[0]).name.startswith(("python", "torchrun")):
         raise RequestError(
             "The program trains in processes that it starts itself, and --balance measures a "
             "trainer in its own.",
             "Leave --balance out: its shares follow its devices' speed.",
         )
-    _start(process, words, *more, **options)
+    _start(process, command, *more, **options)
 
 
 def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
     raise _TrainerFound(trainer)
 
 
-def _run_program(words: Sequence[str]) -> None:
-    """Run the user's script or module as `__main__`, with its arguments."""
-    # a script, or `-m` and a module, then the program's arguments
-    module = words[0] == "-m"
-    target, *arguments = words[module:]
+def _run_program(command: Sequence[str]) -> None:
+    """Run the user's script or module as `__main__`, with its arguments.
+
+    `command` is a script, or "-m" and a module, followed by the arguments.
+    """
+    module = command[0] == "-m"
+    target, *arguments = command[module:]
     place = os.getcwd() if module else str(Path(target).absolute().parent)
     with (
         replaced(sys, "argv", [target, *arguments]),

@@ -1,10 +1,10 @@
-"""Time the steps of a script that evener leaves unchanged, for the summary after it exits.
+"""Times the steps of a script that evener leaves unchanged, for the summary after it exits.
 
 Such a script trains in a single process, or in several processes with equal shares.
-`evener.program.install` calls these functions when a DataLoader yields a batch, after a backward
-pass, and when an optimizer steps. A step usually begins with a batch of a DataLoader. If the
-script's rows come from no DataLoader, a step is the time between two updates of the same optimizer,
-and its rows are unknown.
+`evener.program.install` calls these functions when a DataLoader yields a batch, in backward passes,
+and when an optimizer steps. A step usually begins with a batch of a DataLoader. If the script's
+rows come from no DataLoader, a step is the time between two updates of the same optimizer, and its
+rows are unknown.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ MOST_SEARCHED, MOST_ITEMS = 100, 16
 
 
 class _Iteration:
-    """One loop over a loader, with a count of successive batches that had no backward pass."""
+    """One loop over a loader, with a count of successive batches that had no backward pass.
+
+    A loop whose batches have no backward pass is for validation.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
@@ -59,12 +62,12 @@ class _Iteration:
 
     @property
     def loader(self) -> Any:
-        """The loader, or None if it is unknown or was deleted."""
+        """The loader of this loop, or None if it is unknown or was deleted."""
         return None if self._loader is None else self._loader()
 
 
 class _Loaders:
-    """Set of loaders, compared by identity and held by weak references."""
+    """Set of data loaders, which are compared by identity and held by weak references."""
 
     def __init__(self) -> None:
         self._loaders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -78,7 +81,7 @@ class _Loaders:
             self._loaders[id(loader)] = loader
 
     def discard(self, loader: Any) -> None:
-        """Remove a loader if it is there."""
+        """Remove a loader if it is in the set."""
         self._loaders.pop(id(loader), None)
 
 
@@ -108,7 +111,7 @@ class _Harmless:
 class _UpdateTimer(StepTimer):
     """Step timer that never raises an error in the user's optimizer step."""
 
-    # Updates on other threads than the one that creates it are ignored.
+    # updates on threads other than the one that creates it are ignored
 
     def __init__(self, device: torch.device, single_rank: bool, harmless: _Harmless) -> None:
         super().__init__(make_clock(device), single_rank)
@@ -189,7 +192,7 @@ class UnchangedTraining:
     def fetch(self, wrapped: Any, iterator: Any, arguments: Any, keywords: Any) -> Any:
         """Fetch the next batch, which ends the previous step and begins a new one.
 
-        A batch for validation is only fetched.
+        A batch for validation is fetched without timing.
         """
         timer = self._timer
         if timer is None or self._is_without_loader or get_ident() != self._thread:
@@ -214,7 +217,10 @@ class UnchangedTraining:
         return batch
 
     def _begin_fetch(self, timer: StepTimer, iterator: Any) -> _Iteration | None:
-        """Finish the previous step; return the loop's record, or None if it is for validation."""
+        """End the previous step, and return the record of the loop that fetches a batch.
+
+        The result is None if the loop is for validation.
+        """
         iteration = self._newest
         if iteration is None or self._newest_iterator() is not iterator:
             iteration = self._find_iteration(iterator)
@@ -253,7 +259,7 @@ class UnchangedTraining:
             self._timer.pause()
 
     def _is_validation(self, iteration: _Iteration) -> bool:
-        """Return whether a loop is for validation, as its batches have no backward passes."""
+        """Return whether a loop is for validation, judging by batches without backward passes."""
         # It is if several batches of this iteration, or of an earlier one over the same loader,
         # weren't followed by a backward pass.
         passes, iteration.passes = iteration.passes, self._passes
@@ -274,7 +280,10 @@ class UnchangedTraining:
         return iteration.untrained >= MOST_UNTRAINED or loader in self._validating
 
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of `autograd.backward`: count passes; timing begins with one after an update."""
+        """Hook of `autograd.backward` that counts backward passes.
+
+        Timing begins in a backward pass after the first update.
+        """
         if self._timer is None and self._device is not None and not self._is_over:
             with self._harmless:
                 self._begin(self._device)
@@ -296,9 +305,9 @@ class UnchangedTraining:
             timer.note_pass_alone()
 
     def save(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of `torch.save`: time it as writing files if the rows come from no DataLoader.
+        """Hook of `torch.save` that times the writing of files if rows come from no DataLoader.
 
-        Otherwise the timer itself notices files that are written between steps.
+        With a DataLoader, the timer itself notices files that are written between steps.
         """
         if self._timer is None or not self._is_without_loader or not self._is_own_thread:
             return wrapped(*arguments, **keywords)
@@ -310,7 +319,7 @@ class UnchangedTraining:
         return self._thread in (0, get_ident())
 
     def end_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook that counts a step; without a DataLoader, a training step ends here."""
+        """Optimizer hook that counts an update; without a DataLoader, a training step ends here."""
         if self._is_over or not self._is_own_thread:
             return
         timer = self._timer
@@ -359,7 +368,7 @@ class UnchangedTraining:
         _follow_forks()
 
     def leave_to_parent(self) -> None:
-        """Stop timing in this forked process, because its parent keeps timing."""
+        """Stop timing in this forked process, because its parent goes on timing."""
         if self._timer is not None:
             self._is_over = True
             self._thread = -1  # the id of no thread
@@ -386,9 +395,11 @@ class UnchangedTraining:
         self._reporter.report(rows)
 
     def _find_owner(self) -> Literal["nobody", "other", "undecided"]:
-        """Return who else reports this process's steps: "nobody", "other" or "undecided"."""
-        # "other" also if it isn't known how many processes train together; "undecided" while the
-        # processes may still begin to train by shares
+        """Return whether something else reports this process's steps.
+
+        The result is "nobody", "other", or "undecided" while the processes may still begin to train
+        by shares. It is also "other" if the number of processes is unknown.
+        """
         own = None if self._reporter is None else self._reporter.reporter
         if is_reported_elsewhere(own):
             return "other"
@@ -423,7 +434,7 @@ def _follow_forks() -> None:
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Hook of `DataLoader.__iter__`: record the iterator, to time the loop's steps."""
+    """Hook of `DataLoader.__iter__` that records the iterator, to time the loop's steps."""
     UNCHANGED.begin_loop(loader)
     iterator = wrapped(*arguments, **keywords)
     UNCHANGED.note_loop(loader, iterator)
@@ -448,7 +459,7 @@ def _find_device(optimizer: Any) -> torch.device:
 
 
 def _count_rows(batch: Any, batch_size: int | None) -> int:
-    """Return the rows in a batch: its first dimension, but at most `batch_size`.
+    """Return the number of rows in a batch: its first dimension, but at most `batch_size`.
 
     If no tensor is found, return `batch_size`, or 0 without one.
     """

@@ -1,4 +1,4 @@
-"""Compares the ranks' observations of a step, and says why shares have to stay equal."""
+"""Compares what the ranks observe in a step, and says why shares have to stay equal."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ DIFFERENCES = {  # differences between the views of the ranks, the most serious 
 class RankView(msgspec.Struct, frozen=True):
     """One rank's observations in a training step, sent to all ranks for comparison.
 
-    Shares may differ if all ranks observe the same and no `fault` is set.
+    Shares may differ if all ranks have the same observations and no `fault` is set.
     """
 
     fault: str = ""
@@ -131,7 +131,7 @@ def _have_other_numbers(every: list[RankView]) -> bool:
 
 
 def differ(every: Sequence[Any]) -> bool:
-    """Return whether any sequence of numbers differs from the first by more than rounding.
+    """Return whether any of these sequences of numbers differs from the first, except for rounding.
 
     NaNs are equal to each other.
     """
@@ -161,7 +161,7 @@ def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
 
 
 def find_fault(model: Any) -> str:
-    """Return why the model can't train with unequal shares, or ""."""
+    """Return why the model can't train with unequal shares, or "" if it can."""
     if sharded.find_library(model):
         return sharded.find_fault(model)
     if type(model) is not torch.nn.parallel.DistributedDataParallel:
@@ -175,10 +175,10 @@ def find_fault(model: Any) -> str:
     return ""
 
 
-def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
+def find_obstacle(optimizer: Any, models: Any, loader_obstacle: str) -> str:
     """Return why evener can't use unequal shares for an optimizer's model, or "".
 
-    `of_loader` is returned if the model is suitable, because the loader is then the cause. Without
+    If the model is suitable, the loader is the cause, and the result is `loader_obstacle`. Without
     `models`, the result says that no model is wrapped. The result is "" if the optimizer trains
     none of `models`.
     """
@@ -189,4 +189,4 @@ def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
     trained = {id(parameter) for model in models for parameter in model.parameters()}
     if not sharded.has_copies(models) and not any(id(weight) in trained for weight in weights):
         return ""  # the optimizer trains another model
-    return of_loader
+    return loader_obstacle

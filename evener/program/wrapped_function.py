@@ -9,7 +9,7 @@ from wrapt import FunctionWrapper
 
 
 class WrappedFunction(FunctionWrapper):  # type: ignore[type-arg]
-    """Function with a hook; its pickle contains only `path`, the library function's name."""
+    """A library's function with a hook; only its name, `path`, is pickled."""
 
     def __init__(self, wrapped: Any, wrapper: Any, path: str) -> None:
         super().__init__(wrapped, wrapper)

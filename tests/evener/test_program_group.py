@@ -52,7 +52,7 @@ def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(group, "_place", None)
+    monkeypatch.setattr(group, "_member", None)
     monkeypatch.setattr(group, "_read_start_environment", lambda _: dict(os.environ))
     assert load_plan(plan).layout.batches == (1, 1)
     assert allowed_cpus()
