@@ -205,14 +205,17 @@ class Program:
         self._has_begun_early = not self.models
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook that runs before a step, and checks whether other ranks' values affect it."""
+        """Optimizer hook before a step that checks whether values from other ranks affect it."""
         if self._guard is not None:
             self._guard.steps = True
             if self.training is None:
                 self._check_exchanged_values(optimizer)
 
     def _check_exchanged_values(self, optimizer: Any) -> None:
-        """Record if values from other ranks affect loss, gradients, weights or optimizer settings."""
+        """Record if values from other ranks affect the loss, gradients, weights or settings.
+
+        The settings are those of the optimizer, such as its learning rate.
+        """
         exchanges = self.exchanges
         if not exchanges.origins.seen:
             return
