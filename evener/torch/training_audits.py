@@ -230,7 +230,7 @@ class TrainingAudits:
         """
         self._go_even = go_even
         self.question = ""
-        self.judge = Audits(evens=True, strict=self._training.strict)
+        self.judge = Audits(makes_even=True, strict=self._training.strict)
 
     @property
     def follows_launcher(self) -> bool:

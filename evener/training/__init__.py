@@ -1,1 +1,1 @@
-"""Training independent of the framework: shares, passes, audits and bottlenecks."""
+"""The parts of training that are the same for all frameworks: shares, passes and audits."""

@@ -1,36 +1,36 @@
-"""Judge from audits whether a training run computes the correct gradient.
+"""Audits: check that a training run computes the correct gradient.
 
-An audit computes the gradient of a few rows of the current batch twice. The reference is
-computed as one device would do it. The trained gradient is computed by the path that trains: in
-parts of unequal size that are collated separately and weighted as in training. If both
-gradients are equal except for rounding, shares don't change what is learned. This module
-decides when to audit, which difference is more than rounding, what follows from it and which
-message is shown. It doesn't depend on any framework.
+An audit computes the gradient of a few rows of the current batch twice. The reference gradient is
+computed as a single device would do it. The trained gradient is computed as in training: the rows
+are divided into parts of unequal size, and each part is collated separately and weighted. If both
+gradients are equal except for rounding, dividing a batch into shares doesn't change what the model
+learns. This module decides when to audit, how large a difference may be to count as rounding, what
+to do about a larger one, and what message to show. It doesn't depend on any framework.
 
-The part for a framework (`evener/torch/audit` for PyTorch) uses it like this:
+The code for a framework (`evener/torch/audit` for PyTorch) uses it like this:
 
 1. It creates one `Audits` for each training run. In each step, once the step's gradients are
    computed and before the optimizer uses them, it calls `audits.begin(signature)`. The signature is
-   any hashable object that changes with the program. It says which weights are trained, which
-   function computes the loss, and which types the batch's tensors have. It leaves out lengths that
-   vary from batch to batch.
-2. If that returns True, it computes the gradient of some rows both ways and makes a `Sketch` of
-   each. A sketch has `PROJECTIONS` random sums of every tensor's gradient. All sketches of an audit
-   use the same random signs, so sums over parts can simply be added (`Sketch.add`). Nothing of the
-   gradient's size is kept. Random numbers, buffers and metrics are restored.
-3. `compare(reference, trained)` returns the largest `GradientDifference` that isn't certainly
+   any hashable object that describes how the step is computed: which weights are trained, which
+   function computes the loss, and which types the batch's tensors have. It doesn't contain lengths
+   that vary from batch to batch.
+2. If that returns True, it computes the gradient of some rows both ways, and makes a `Sketch` of
+   each. A sketch has `PROJECTIONS` random sums of every tensor's gradient, so it is far smaller
+   than the gradient. All sketches of an audit use the same random signs, so the sums of several
+   parts can simply be added (`Sketch.add`). The audit restores the state of random number
+   generators, buffers and metrics.
+3. `compare(reference, trained)` returns the largest `GradientDifference` that may be more than
    rounding; usually there is none. If there is one, the reference is computed again in `REPEATS`
-   other ways that are equal except for rounding. For example, each product is disturbed by the
-   precision of its type, rows are in another order, or there is more padding. Then
-   `compare(reference, trained, repeats)` decides.
-4. For a difference it looks for the likeliest cause by changing one thing at a time. A key of
-   `CAUSES` names the cause; `find_cause` has the order of the questions.
-5. `audits.decide(difference)` returns what follows. The result is the same on every rank if all
-   ranks pass the largest difference of any rank. `describe` writes the message.
-6. `compare_ranks` compares the references of ranks that have computed the same rows. If they
-   differ, each rank measures its rounding by repeats in the next step, and the comparison is
-   repeated. `find_unequal` compares, between ranks, summaries of each rank's buffers and of the
-   numbers that enter its loss.
+   other ways that are equal except for rounding. For example, the results of products are changed
+   by about the precision of their type, the rows are in another order, or there is more padding.
+   Then `compare(reference, trained, repeats)` decides.
+4. If the gradients differ, it looks for the likeliest cause by changing one thing at a time. Causes
+   are named by the keys of `CAUSES`; `find_cause` tries them in order.
+5. `audits.decide(difference)` returns the action to take. All ranks get the same action if each of
+   them passes the largest difference of any rank. `describe` writes the message.
+6. `compare_ranks` compares the reference gradients of ranks that have computed the same rows. If
+   they differ, each rank measures its rounding by repeats in the next step, and they are compared
+   again. `find_unequal` compares the ranks' buffers and the numbers that enter their losses.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ LOSS = "the loss"  # the tensor's name in a sketch if no gradients can be comput
 
 
 class Sketch(msgspec.Struct):
-    """Random sums of each tensor's gradient, small enough to compare between computations."""
+    """A small summary of a gradient, by which two computations of it can be compared.
+
+    It has a few random sums of each tensor's gradient, and the loss.
+    """
 
     # A sum adds up the gradient's elements with random signs. The standard deviation of such a sum
     # is the gradient's norm. So the differences between two sketches' sums estimate the distance of
@@ -85,26 +88,27 @@ class Sketch(msgspec.Struct):
     kinds: dict[str, str] = {}
     loss: float = math.nan
 
-    def add(self, name: str, kind: str, sums: Sequence[float]) -> None:
-        """Add one pass's random sums of a tensor's gradient to the sums of earlier passes.
+    def add(self, name: str, dtype: str, sums: Sequence[float]) -> None:
+        """Add the random sums of a tensor's gradient in one pass to those of earlier passes.
 
-        `kind` is the tensor's dtype.
+        `dtype` is the tensor's type, such as "float32".
         """
         before = self.sums.get(name, (0.0,) * len(sums))
         self.sums[name] = tuple(one + other for one, other in zip(before, sums, strict=True))
-        self.kinds[name] = kind
+        self.kinds[name] = dtype
 
     def size(self, name: str) -> float:
-        """Return an estimate of the norm of a tensor's gradient, 0 if the tensor is unknown."""
+        """Return an estimate of the norm of a tensor's gradient, or 0 if the tensor is unknown."""
         return _size(self.sums.get(name, ()))
 
 
 class GradientDifference(msgspec.Struct, frozen=True):
-    """The difference of a tensor's gradient between two computations, and the allowed rounding.
+    """The tensor whose gradient differs most between two computations, and the difference.
 
-    `reference` and `trained` are the gradient's norms in the two computations. `relative` and
-    `allowed` are fractions of the norm. `name` is the tensor with the largest difference, LOSS if
-    only losses are compared, or "" if it can't be measured.
+    `reference` and `trained` are the norms of the tensor's gradient in the two computations.
+    `relative` is the difference and `allowed` the largest difference that counts as rounding, both
+    as fractions of the norm. `name` is the tensor's name, LOSS if only losses are compared, or ""
+    if the difference can't be measured.
     """
 
     name: str
@@ -118,10 +122,10 @@ class GradientDifference(msgspec.Struct, frozen=True):
 def compare(
     reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
 ) -> GradientDifference | None:
-    """Return the largest difference of two gradients beyond rounding, or None if they agree.
+    """Compare two gradients, and return the largest difference that is more than rounding.
 
-    `repeats` are further computations of the reference, from which the rounding is estimated. The
-    result is also None if the reference isn't finite.
+    `repeats` are further computations of the reference, from which the rounding is estimated.
+    Returns None if the gradients agree, or if the reference isn't finite.
     """
     # Without `repeats`, the allowed rounding is the `floor` for the tensor's type, or more if the
     # tensor's gradient is very small beside the largest one. With `repeats`, it is at least SAFETY
@@ -137,7 +141,10 @@ def _compare(
 
 
 def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] = ()) -> bool:
-    """Return True if two computations of the loss agree up to rounding."""
+    """Return True if two computations of a loss agree except for rounding.
+
+    `repeats` are further computations of the reference, from which the rounding is estimated.
+    """
     # the allowed rounding is computed as in `compare`, but with a lower floor
     scale = max(abs(reference.loss), abs(other.loss))
     rounding = max((abs(repeat.loss - reference.loss) for repeat in repeats), default=0.0)
@@ -148,9 +155,10 @@ def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] 
 def find_largest(
     reference: Sketch, trained: Sketch, noises: Mapping[str, float]
 ) -> GradientDifference | None:
-    """Return the largest difference of any tensor's gradient between two computations.
+    """Return the difference of the tensor whose gradient differs most between two computations.
 
-    `noises` has each tensor's relative difference by rounding. None if nothing can be compared.
+    `noises` has the relative difference that rounding alone causes, by the tensor's name. Returns
+    None if nothing can be compared.
     """
     # to compare tensors, each difference is divided by the rounding that is allowed for its tensor
     names = sorted(reference.sums.keys() | trained.sums.keys())
@@ -169,12 +177,11 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return how one tensor's gradient differs between two computations.
+    """Return how much one tensor's gradient differs between two computations.
 
-    None if all gradients are 0.
+    `largest` is the norm of the reference's largest gradient, and `noises` the result of
+    `find_noises`. Returns None if all gradients are 0.
     """
-    # `largest` is the norm of the reference's largest gradient. `noises` is the result of
-    # `find_noises`.
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
     if scale == 0.0:
@@ -188,18 +195,19 @@ def _compare_tensor(
     return GradientDifference(name, relative, allowed, *sizes, (reference.loss, trained.loss))
 
 
-def floor(kind: str) -> float:
-    """Return the relative difference of gradients that counts as rounding for any model.
+def floor(dtype: str) -> float:
+    """Return the relative difference of gradients up to which it counts as rounding in any model.
 
-    `kind` is a dtype such as "float32".
+    `dtype` is the tensors' type, such as "float32".
     """
-    return FLOORS.get(kind.removeprefix("complex"), FLOORS["float32"])
+    return FLOORS.get(dtype.removeprefix("complex"), FLOORS["float32"])
 
 
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
-    """Return for each tensor how much its gradient varies by rounding, relative to its norm.
+    """Estimate how much rounding changes each tensor's gradient, as a fraction of its norm.
 
-    Empty without repeats.
+    The estimate is the difference between the reference and its repeats. The result is empty
+    without repeats.
     """
     # a tensor's difference, estimated from a few random sums, may be small by chance; so it is at
     # least the median over all tensors
@@ -216,11 +224,13 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 
 
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
-    """Return the gradient norm by which a difference is divided to make it relative."""
-    # The quotient is the relative difference. The norm is at least SMALL times `largest`, the norm
-    # of the largest gradient. A gradient that is 0 except for rounding, such as that of a bias
-    # before a softmax, has no meaningful norm, and its rounding is a fraction of the summed terms,
-    # which are as large as others.
+    """Return the norm to which the difference of a tensor's gradients is relative.
+
+    It is at least the fraction SMALL of `largest`, the norm of the largest gradient of all tensors.
+    """
+    # A gradient that is 0 except for rounding, such as that of a bias before a softmax, has no
+    # meaningful norm. Its rounding is a fraction of the summed terms, which are as large as those
+    # of other tensors.
     return max(one.size(name), other.size(name), SMALL * largest)
 
 
@@ -241,12 +251,13 @@ def _size(sums: Sequence[float]) -> float:
 
 
 def compare_ranks(
-    every: Sequence[Sketch], noises: Sequence[Mapping[str, float]] = ()
+    sketches: Sequence[Sketch], noises: Sequence[Mapping[str, float]] = ()
 ) -> GradientDifference | None:
-    """Compare the first rank's gradients with the other ranks', all computed from the same rows.
+    """Compare the gradients that the ranks computed from the same rows, and return the difference.
 
-    Returns the largest difference beyond rounding, or None. `noises` has each rank's relative
-    differences by rounding; without it, only dtypes decide what counts as rounding.
+    The first rank is compared with each of the others. Returns the largest difference that is more
+    than rounding, or None. `noises` has, for each rank, the result of `find_noises`; without it,
+    only dtypes decide what counts as rounding.
     """
     # Without `noises`, a returned difference only means that rounding has to be measured. The
     # weights are the same on all ranks. So a difference comes from something else that the loss
@@ -255,7 +266,7 @@ def compare_ranks(
     for own in noises:
         for name, noise in own.items():
             rounding[name] = max(noise, rounding.get(name, 0.0))
-    differences = [_compare(every[0], each, rounding) for each in every[1:]]
+    differences = [_compare(sketches[0], each, rounding) for each in sketches[1:]]
     found = [difference for difference in differences if difference is not None]
     return max(found, key=lambda each: each.relative, default=None)
 
@@ -274,30 +285,31 @@ class Action(Enum):
 
 
 class Audits:
-    """Decides in which steps the gradient is audited, and what a wrong gradient leads to.
+    """Decides which steps are audited, and what to do if the gradient is wrong.
 
-    A difference in an early step ends training with an error. A later one is confirmed by a second
-    audit, and then gives a warning. With `strict`, it always ends training; with `evens`, shares
-    are made equal instead.
+    A difference in one of the first 64 steps ends training with an error. A later one has to be
+    confirmed by a second audit, and then gives a warning. With `strict`, a confirmed difference
+    also ends training. With `makes_even`, shares are made equal instead of ending training or
+    warning.
     """
 
     # in all three cases, there are no more audits
 
-    def __init__(self, evens: bool = False, strict: bool = False) -> None:
+    def __init__(self, makes_even: bool = False, strict: bool = False) -> None:
         self.step = 0  # steps that have begun
         self.over = False  # a difference had consequences, so no more audits are needed
         # True if this step's audit is the first one, follows a change or confirms a difference
         self.thorough = True
-        self._evens = evens
+        self._evens = makes_even
         self._strict = strict
         self._signatures: set[Hashable] = set()
         self._again: set[int] = set()  # steps that are audited again after a change
         self._confirms = False
 
     def begin(self, signature: Hashable = None) -> bool:
-        """Start a step, and return True if its gradient must be audited.
+        """Start a step, and return True if its gradient has to be audited.
 
-        `signature` describes how the step is computed. A signature that is new leads to an audit.
+        `signature` describes how the step is computed. A step with a new signature is audited.
         """
         self.step += 1
         if self.over:
@@ -309,9 +321,9 @@ class Audits:
         return changed or again or self._confirms or is_audited(self.step)
 
     def sees(self, signature: Hashable) -> bool:
-        """Return True if a step's signature is new, and plan another audit some steps later.
+        """Return True if a step's signature is new, and then plan another audit three steps later.
 
-        After many changes, new signatures no longer count.
+        After 32 different signatures, new ones are ignored.
         """
         # without this limit, a signature that changes in every step would cause an audit in every
         # step
@@ -323,25 +335,28 @@ class Audits:
         return True
 
     def changes(self) -> bool:
-        """Plan audits because something in training has changed, such as the shares.
+        """Plan audits after a change in training, such as new shares.
 
-        Returns False if none is planned, because audits are over or there were too many changes.
+        Returns False if none is planned, because audits have ended or there were too many changes.
         """
         return self.sees(("change", len(self._signatures)))
 
     @property
     def confirms(self) -> bool:
-        """True if the next audit is to confirm a difference that the last one found."""
+        """True if the next audit has to confirm a difference that the last audit found."""
         return self._confirms
 
     def decide(self, difference: GradientDifference | None) -> Action:
-        """Return what to do after an audit that found this difference, or none."""
+        """Return what to do after an audit.
+
+        `difference` is what the audit found, or None if the gradients agree.
+        """
         return self.decide_by(difference is not None)
 
     def decide_by(self, differs: bool) -> Action:
-        """Return what to do after an audit; `differs` is True if the gradients differ.
+        """Return what to do after an audit. `differs` is True if the gradients differ.
 
-        From step 65 on, a difference counts only if the next step's audit finds one, too.
+        After step 64, a difference counts only if the audit of the next step finds one, too.
         """
         confirmed, self._confirms = self._confirms, False
         if not differs:
@@ -358,7 +373,7 @@ class Audits:
 
 
 def is_audited(step: int) -> bool:
-    """Return True if a step is audited even if nothing has changed; steps count from 1."""
+    """Return True if a step is always audited, even if nothing has changed; steps count from 1."""
     return step in FIRST_STEPS or step % EVERY == 0
 
 
@@ -370,7 +385,7 @@ IN_EQUAL_PARTS = "in equal parts"  # as a program's own launcher computes them
 
 
 class LikelyCause(msgspec.Struct, frozen=True):
-    """Why gradients differ, and what to do about it."""
+    """A likely cause of different gradients, and what to do about it."""
 
     why: str
     remedy: str
@@ -429,10 +444,10 @@ CAUSES = {
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
     """Return the name of the likeliest cause of a wrong gradient.
 
-    Each function in `answers` recomputes the gradient without one cause of CAUSES, and returns True
-    if it is right then. The first such cause is returned, or "rows" if there is none.
+    `answers` has a function for each cause in CAUSES that may apply. The function computes the
+    gradient again without that cause, and returns True if it is then correct. The first cause whose
+    function returns True is the result, or "rows" if none does.
     """
-    # the functions recompute the gradient without the cause, and are called in the order of CAUSES
     for name in CAUSES:
         if name in answers and answers[name]():
             return name
@@ -446,9 +461,9 @@ def describe(
     step: int = 1,
     reference: str = AT_ONCE,
 ) -> str:
-    """Return a message about a gradient difference, with its cause, its size and the step.
+    """Return a message about a wrong gradient: its likely cause, the step, and how much it differs.
 
-    `rows` are the ranks' row counts, empty for a comparison of ranks. `reference` says how the
+    `rows` are the ranks' row counts, or empty for a comparison of ranks. `reference` says how the
     correct gradient was computed.
     """
     likely = CAUSES[cause] if isinstance(cause, str) else cause
@@ -472,7 +487,7 @@ def describe(
 
 
 def _write_apart(one: float, other: float) -> str:
-    """Return both numbers as text, with enough digits to show that they differ."""
+    """Return two numbers as text, with as many digits as are needed to tell one from the other."""
     digits = 6
     while f"{one:.{digits}g}" == f"{other:.{digits}g}" and digits < 17:
         digits += 1
@@ -483,23 +498,23 @@ def _write_apart(one: float, other: float) -> str:
 
 
 def find_unequal(
-    every: Sequence[Mapping[str, Sequence[float]]], near: float = 1e-4
+    ranks: Sequence[Mapping[str, Sequence[float]]], tolerance: float = 1e-4
 ) -> tuple[str, float, float] | None:
-    """Return the first buffer or loss input that differs between ranks, with its extreme values.
+    """Return the first buffer or loss input whose values differ between ranks.
 
-    `every` has the values of each rank by name. Returns None if all agree up to the relative
-    difference `near`. If ranks have different numbers of values, the first and the last rank's
-    number are returned instead.
+    The result has its name, and the lowest and highest value. `ranks` has, for each rank, a few
+    values of each buffer and loss input by name. Returns None if all values agree except for
+    relative differences up to `tolerance`. If ranks have different numbers of values, these numbers
+    of the first and the last rank are returned in place of the values.
     """
-    # `every` has, for each rank, a few values for each buffer and for each number that enters the
-    # loss. Only names that all ranks have are compared.
-    names = [name for name in every[0] if all(name in each for each in every)]
+    # only names that all ranks have are compared
+    names = [name for name in ranks[0] if all(name in each for each in ranks)]
     for name in names:
-        lines = [each[name] for each in every]
+        lines = [each[name] for each in ranks]
         if len({len(line) for line in lines}) > 1:
             return name, float(len(lines[0])), float(len(lines[-1]))
         for values in zip(*lines, strict=True):
             low, high = min(values), max(values)
-            if high - low > near * max(abs(low), abs(high)):
+            if high - low > tolerance * max(abs(low), abs(high)):
                 return name, low, high
     return None

@@ -1,9 +1,9 @@
 """Find out whether other shares can make the steps of a training run faster.
 
-Moving rows helps only if the slowest rank then computes for less time. It doesn't help if a GPU
-waits for its host to start kernels, or a rank for rows that other processes load. The speed of a
-CPU that other programs use changes within seconds, so shares then change only after longer
-measurements.
+Moving rows to other ranks helps only if the slowest rank then computes for less time. It doesn't
+help if a GPU waits for its host to start kernels, or if a rank waits for rows that other processes
+load. If other programs use a rank's CPU core, its speed changes within seconds, so the shares
+change only after longer measurements.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ EVIDENCE_SECONDS: dict[Bottleneck, float] = {"own work": 0.5, "shared core": 5.0
 
 
 class RankTimes(NamedTuple):
-    """Median times of one rank's steps in seconds, and how busy its GPU and core were.
+    """Median times of one rank's steps in seconds, and how busy its GPU and CPU core were.
 
-    NaN stands for an unknown value.
+    Unknown values are NaN.
     """
 
     own_work_s: float
@@ -37,13 +37,14 @@ class RankTimes(NamedTuple):
 
 
 def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
-    """Return what limits the speed: "own work", "shared core", "host" or "input".
+    """Return what limits the speed of training: "own work", "shared core", "host" or "input".
 
-    "own work" is the compute time of the ranks. "shared core" means that other programs use the
-    slowest rank's CPU core, "host" that its GPU waits for kernels to start, and "input" that a rank
-    waits for rows.
+    - "own work": the ranks compute all the time.
+    - "shared core": other programs use the slowest rank's CPU core.
+    - "host": the slowest rank's GPU waits for its host to start kernels.
+    - "input": a rank waits for the rows of its next batch.
     """
-    # Rows that the training loop prepares itself are a part of its compute time (own work).
+    # rows that the training loop prepares itself are a part of its compute time (own work)
     last = max(ranks, key=lambda rank: _zero_for_nan(rank.own_work_s + rank.input_s))
     if last.input_s > INPUT_PART * last.step_s:
         return "input"
@@ -56,11 +57,11 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return how many measuring windows to observe before the shares may change.
+    """Return how many windows of steps to measure before the shares may change.
 
-    0 means that they may not change. `window_s` is the duration of a window in seconds.
+    `window_s` is the duration of a window in seconds. The result is 0 if other shares wouldn't help
+    with this bottleneck.
     """
-    # with 0, shares don't change at all, because that wouldn't help
     seconds = EVIDENCE_SECONDS.get(bottleneck)
     if seconds is None:
         return 0

@@ -1,4 +1,4 @@
-"""End a process whose main thread is stuck, and find the error that ends a process."""
+"""End a process whose main thread is stuck, and find the error with which a process ends."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def end_process(code: int) -> NoReturn:
 
 
 def last_error() -> BaseException | None:
-    """Return the uncaught exception with which this process ends, or None.
+    """Return the uncaught exception that ends this process, or None if there is none.
 
-    Call it from an exit handler. In an interactive session, the result is always None.
+    Call it in an exit handler. In an interactive session, the result is always None.
     """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
@@ -42,14 +42,15 @@ _installed = Event()  # set once a thread of this process watches for Ctrl-C
 
 
 def install_interrupt_watchdog() -> None:
-    """End this process, with exit code 130, if Ctrl-C isn't handled within ten seconds.
+    """Make Ctrl-C end this process even if it is stuck in a library call.
 
+    If the process's own handler doesn't run within ten seconds, the process exits with code 130.
     Does nothing outside the main thread.
     """
-    # The process may wait in a library call. Python runs the handler only once the call returns,
-    # and an NCCL call that waits for other ranks' GPUs may never return. The watchdog can't be
-    # installed outside the main thread, or beside another library that uses Python's wakeup file
-    # descriptor; a later call then tries again.
+    # Python runs the handler only once a library call returns, and an NCCL call that waits for
+    # other ranks' GPUs may never return. The watchdog can't be installed outside the main thread,
+    # or beside another library that uses Python's wakeup file descriptor; a later call then tries
+    # again.
     user_handler = signal.getsignal(signal.SIGINT)
     if _installed.is_set() or current_thread() is not main_thread() or not callable(user_handler):
         return

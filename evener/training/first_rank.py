@@ -1,8 +1,8 @@
 """Start the first rank of a program alone, and the others once it creates a process group.
 
-A script for one GPU thus runs only once, and a program that starts its own processes can use all
-devices. Environment variables distinguish the processes that evener started from those of another
-launcher, which sets other ranks or another run id.
+A script that uses one GPU thus runs only once, and a program that starts processes itself can use
+all devices. Environment variables show which launcher has started a process: another launcher sets
+other ranks or another run id than evener.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ RANK_VARIABLES = (
 
 
 def describe_rank() -> str:
-    """Return the rank, number of processes and run id in this process's environment, as text."""
+    """Return this process's rank, number of processes and run id as text.
+
+    They are read from environment variables.
+    """
     names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     return " ".join(os.environ.get(name, "-") for name in names)
 
 
 def is_eveners_rank() -> bool:
-    """Return True if evener, not another launcher, has set this process's rank."""
+    """Return True if this process has the rank that evener gave it, not another launcher's."""
     return os.environ.get(STARTED_AS) == describe_rank()
 
 
 def is_first_process() -> bool:
-    """Return True if this process is the first rank itself, not a process that it started."""
+    """Return True if this process is the first rank itself, and not one of its child processes."""
     path = os.environ.get(RELEASE)
     if not path:
         return False
@@ -53,13 +56,13 @@ def is_in_other_run() -> bool:
 
 
 def is_released() -> bool:
-    """Return True if the other ranks may start now, or never had to wait."""
+    """Return True if the other ranks may start, or don't have to wait for the first rank."""
     path = os.environ.get(RELEASE)
     return not path or os.path.exists(path)
 
 
 def release_others() -> None:
-    """Tell the ranks that wait for this first one to start."""
+    """Let the other ranks start, which have waited for this one. Only the first rank calls this."""
     path = os.environ.get(RELEASE)
     if path:
         with suppress(OSError):  # the launcher may have ended
@@ -69,8 +72,8 @@ def release_others() -> None:
 def wait_for_release(path: str, rank: int) -> None:
     """Wait until the first rank lets this rank start.
 
-    If the first rank ends before, this process exits with code 0. The first rank itself doesn't
-    wait; it writes its process id for the others.
+    If the first rank ends without doing so, this process exits with code 0. The first rank itself
+    doesn't wait, but writes its process id to a file for the others.
     """
     first = Path(f"{path}.first")
     if rank == 0:

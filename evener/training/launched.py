@@ -1,4 +1,4 @@
-"""Environment variables by which evener's launchers pass settings to training processes."""
+"""Environment variables through which evener's launchers pass settings to training processes."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ ONE_PROCESS = "EVENER_ONE_PROCESS"
 WANTS_PROCESSES = 86  # the exit code of a process that can't train on all devices alone
 
 
-def ask_for_processes(why: str) -> None:
-    """Exit with a code that makes `evener launch` start one process per device instead.
+def ask_for_processes(reason: str) -> None:
+    """Exit with a code that makes `evener launch` start one process for each device instead.
 
-    `why` is printed. Returns if the launcher can't do that, or if there is none.
+    Prints `reason`. If there is no launcher, or it can't do that, the function returns.
     """
     if os.environ.get(ONE_PROCESS):
-        print(f"evener: {why} A process for each device is started.", file=sys.stderr, flush=True)
+        print(
+            f"evener: {reason} A process for each device is started.", file=sys.stderr, flush=True
+        )
         raise SystemExit(WANTS_PROCESSES)
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """Return the path of the plan to use: the plan that the script names, or the launcher's.
+    """Return the path of the plan to use: the one that the script names, or else the launcher's.
 
-    If the launcher has replaced the named plan because devices were lost, its own is returned. None
-    if there is neither.
+    If devices were lost and the launcher has therefore replaced the plan that the script names, the
+    launcher's plan is returned. Returns None if there is no plan.
     """
-    # if evener launch has replaced the script's plan after the loss of devices, the result is the
-    # plan for the remaining devices
     launched, replaced = os.environ.get(PLAN) or None, os.environ.get(REPLACED_PLAN)
     if named is None or launched is None or not replaced:
         return launched if named is None else named
@@ -60,12 +60,12 @@ def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathL
 
 
 def launched_device() -> str:
-    """Return the id of the device that the launcher gave this process, or "" if it gave none."""
+    """Return the id of the device that the launcher assigned to this process, or "" if none."""
     return os.environ.get(DEVICE, "")
 
 
 def rendezvous_file(address: str) -> str | None:
-    """Return the file that replaces a rendezvous at this address, or None if there is none."""
+    """Return the file that ranks use instead of a rendezvous at this address, or None."""
     # another launcher's rendezvous may have the same address
     named, _, path = os.environ.get(RENDEZVOUS, "").partition(" ")
     if is_in_other_run():
@@ -74,25 +74,25 @@ def rendezvous_file(address: str) -> str | None:
 
 
 def launched_run() -> str:
-    """Return the name of the run that the launcher started, or ""."""
+    """Return the name of the run that the launcher started, or "" without a launcher."""
     return os.environ.get(RUN, "")
 
 
 def launched_records() -> Path | None:
-    """Return the folder where the launcher reads the last record of each process, or None."""
+    """Return the folder in which each process writes its last record for the launcher, or None."""
     folder = os.environ.get(RECORDS, "")
     return Path(folder) if folder else None
 
 
 def restart_reason() -> str:
-    """Return why the launcher restarted training, or "" after the first start."""
+    """Return why the launcher has restarted training, or "" if it hasn't."""
     return os.environ.get(RESTART, "")
 
 
 def find_host(hosts: Iterable[str]) -> str:
-    """Return this machine's name among `hosts`, or "" if none or several of them match.
+    """Return which of `hosts` is this machine's name, or "" if none or several of them are.
 
-    The variable EVENER_HOST has priority.
+    If the variable EVENER_HOST is set, its value is returned instead.
     """
     names = set(filter(None, hosts))
     if not names or HOST in os.environ:
@@ -103,7 +103,7 @@ def find_host(hosts: Iterable[str]) -> str:
 
 
 def is_here(name: str) -> bool:
-    """Return True if the name or address belongs to this machine."""
+    """Return True if this machine has this host name or address."""
     for family, kind, protocol, _, address in resolve(name):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
             door.bind(address)
@@ -114,7 +114,7 @@ def is_here(name: str) -> bool:
 def resolve(
     name: str, port: int = 0
 ) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]]:
-    """Return the addresses of a host, [] if the name can't be resolved."""
+    """Return the addresses of a host, or [] if the name can't be resolved."""
     with suppress(OSError, UnicodeError):
         return list(socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM))
     return []
@@ -127,16 +127,16 @@ _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return True for a CUDA or HIP error that points to a broken GPU."""
+    """Return True if an error is a CUDA or HIP error that points to a broken GPU."""
     # running out of memory and device-side asserts are caused by the script
     text = str(error)
     return bool(_FAILED.search(text)) and not _OF_THE_SCRIPT.search(text)
 
 
 def abort_if_lost(error: BaseException) -> None:
-    """Abort this process after an error of a broken GPU, for the launcher to check its devices.
+    """Abort this process if its GPU is broken, so that the launcher checks the devices.
 
-    Other errors are ignored, and so are processes without a launcher.
+    Errors of other kinds are ignored. Without a launcher, the function does nothing.
     """
     if launched_device() and is_device_error(error):
         sys.stdout.flush()

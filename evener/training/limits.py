@@ -1,8 +1,8 @@
-"""Bottlenecks of a training step, their remedies and the expected gains in speed.
+"""Find the bottlenecks of a training step, with their remedies and the gains to expect.
 
-A bottleneck is a part of the step that a remedy can shorten, such as waiting for input. Measured
-parts may overlap, because a host that lacks CPU cores also delays input. Overlaps are removed, so
-that all bottlenecks together take at most the step's time.
+A bottleneck is a part of the step that a remedy can shorten, such as waiting for input. The
+measured parts may overlap: for example, a lack of CPU cores also delays input. Overlaps are
+removed, so that all bottlenecks together take no longer than the step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LEAST_STEP_LEFT = 1e-3  # minimum fraction of a step that remains with any remed
 
 
 class LimitKind(StrEnum):
-    """A kind of bottleneck, with its noun, its meaning and its usual remedy."""
+    """A kind of bottleneck, with a noun for it, its meaning and its usual remedy."""
 
     noun: str
     meaning: str
     usual_remedy: str
 
     def __new__(cls, value: str, noun: str, meaning: str, usual_remedy: str) -> LimitKind:
-        """Create a kind with its texts for users."""
+        """Create a kind of bottleneck with the texts that users see."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.noun = noun
@@ -138,10 +138,10 @@ class LimitKind(StrEnum):
 
 
 class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """A bottleneck: how long it takes in each step, and how much faster training is without it.
+    """A bottleneck, how long it takes in each step, and how much faster training is without it.
 
     Gains are fractions: 0.12 means 12 % more samples/s. `by` names the device, rank or program that
-    causes it; "" if unknown.
+    causes the bottleneck, or is "" if it is unknown.
     """
 
     # The limits of a step don't overlap. The rest of the step is compute time (own work) and parts
@@ -163,11 +163,10 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a step that may be a bottleneck, such as waiting for input.
 
-    A remedy saves the fraction `spared` of the part's time.
+    Its remedy saves only the fraction `spared` of the part's time.
     """
 
-    # Waiting for input is such a part. A part is reported only if the lower bound of its gain
-    # reaches the `least_gain` of its kind.
+    # A part is reported only if the lower bound of its gain reaches the `least_gain` of its kind.
 
     kind: LimitKind
     seconds: float  # of a step
@@ -182,24 +181,24 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     by: str = ""
 
 
-def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
-    """Return an error margin for the time of one part of a step, in seconds.
+def bound_error(
+    seconds: float, step_s: float, part_error: float, rest_error: float = LEFT_ERROR
+) -> float:
+    """Return the error margin of the time of one part of a step, in seconds.
 
-    `relative` is the relative error of that time, and `left` of the rest of the step.
+    `part_error` is the relative error of that time, and `rest_error` the relative error of the time
+    of the rest of the step. The smaller of the two margins is returned.
     """
-    # The margin is half of the time's 95 % interval. The rest of the step was measured, too, so the
-    # error of the rest limits that of the part.
-    return min(relative * seconds, left * max(0.0, step_s - seconds))
+    # The margin is half of a 95 % interval. The whole step was measured, so the part is known at
+    # least as precisely as the rest.
+    return min(part_error * seconds, rest_error * max(0.0, step_s - seconds))
 
 
 def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit, ...]:
-    """Return the bottlenecks of a step of `step_s` seconds, with the largest gain first.
+    """Return the bottlenecks of a step that takes `step_s` seconds, the largest gain first.
 
-    A bottleneck takes at least 5 % of the step.
+    Parts that take less than 5 % of the step, or whose remedy gains too little, aren't returned.
     """
-    # Overlaps of the parts are removed first. The lower bound of the gain must be at least
-    # `least_gain`. The gain follows from the part's duration, or from that of a step without it, if
-    # measured.
     if step_s <= 0:
         return ()
     own = divide_step(step_s, tuple(parts))
@@ -235,9 +234,8 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Subtract from each part of a step the time in which its threads waited for a CPU core."""
-    # A lack of cores slows all other parts by the same fraction. That lack itself (`HOST_STARVED`)
-    # and parts of `APART` kinds are returned unchanged.
+    """Subtract the time in which threads waited for a CPU core from the other parts of a step."""
+    # A lack of cores slows all other parts by the same fraction, except for parts of `APART` kinds.
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
     starved_s = sum(part.seconds for part in parts if part.kind is LimitKind.HOST_STARVED)
     room_s = step_s - apart_s
@@ -249,23 +247,19 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Subtract time lost to heat, power limits or other processes from unequal work.
+    """Subtract the time lost to heat, power limits or other processes, if the part is unequal work.
 
-    These losses are parts of the step themselves, and would count twice. Other parts are returned
-    unchanged.
+    The other ranks wait for a slowed device, so unequal work includes these losses. They are also
+    parts of their own, and would count twice. Parts of other kinds are returned unchanged.
     """
-    # The losses are the time that the same device loses to heat, power or another process on the
-    # device. Only unequal work includes such losses, because the other devices wait for a slowed
-    # device.
     if part.kind is not LimitKind.UNEQUAL:
-        # other kinds don't include such losses
         return part
     slowed_s = sum(each.seconds for each in parts if each.kind in SLOWED and each.by == part.by)
     return _shorten(part, max(0.0, part.seconds - slowed_s))
 
 
 def _shorten(part: StepPart, seconds: float) -> StepPart:
-    """Return the part limited to `seconds` seconds; its errors shrink in proportion."""
+    """Return the part with at most `seconds` seconds. Its errors shrink in proportion."""
     if seconds >= part.seconds:
         return part
     rest = seconds / part.seconds
@@ -287,12 +281,12 @@ def _is_limit(step_s: float, part: StepPart) -> bool:
 
 
 def least_gain(kind: LimitKind) -> float:
-    """Return how large a bottleneck's gain must be for it to be reported, as a fraction."""
+    """Return the smallest gain for which a bottleneck of this kind is reported, as a fraction."""
     return LEAST_OPTIMIZER_GAIN if kind is LimitKind.OPTIMIZER else LEAST_GAIN
 
 
 class _RemainingTime(NamedTuple):
-    """How long a step takes after a remedy, in seconds, with its 95 % interval."""
+    """The time of a step after a remedy, with its 95 % interval, in seconds."""
 
     seconds: float
     least_s: float
@@ -300,8 +294,11 @@ class _RemainingTime(NamedTuple):
 
 
 def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
-    """Return how long a step takes without this part, as measured or as predicted."""
-    # A measured duration without the part comes before an estimate.
+    """Return how long a step would take without this part.
+
+    A duration that was measured without the part is used if there is one. Otherwise, the duration
+    is predicted.
+    """
     if part.without_s is not None:
         error_s = part.without_error_s
         return _RemainingTime(part.without_s, part.without_s - error_s, part.without_s + error_s)

@@ -1,13 +1,13 @@
-"""Predict how many rows fit in a rank's memory, from measured peaks.
+"""Predict how many rows fit in a rank's memory, from measured peaks of memory use.
 
-The memory of a pass is modelled as fixed + rows * per_row. Weights and optimizer state don't depend
-on the rows, and activations do. If only one pass size has a peak, all memory is assumed to grow
-with the rows. That overestimates the memory of larger passes.
+The memory that a pass uses is modelled as fixed + rows * per_row: activations grow with the rows,
+but weights and optimizer state don't. If peaks are known for only one pass size, all memory is
+assumed to grow with the rows. That overestimates the memory of larger passes.
 
-Otherwise per_row is the steepest slope from a smaller size's peak to the largest size's peak. That
-slope is too flat if a smaller size's peak was too high, for example because evener checked the loss
-in that step. So per_row has a lower limit: the largest size's peak, minus the memory that is held
-between steps, divided by the rows of that size.
+Otherwise, per_row is the steepest slope between the peak of a smaller size and that of the largest
+size. This slope is too low if a smaller size's peak was unusually high, for example because evener
+checked the loss in that step. So per_row has a lower limit: the largest size's peak, minus the
+memory that stays allocated between steps, divided by the rows of that size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEFT_AT_RISK = 0.2  # the same if running out would end the training, or if the 
 
 
 class MemoryPeaks:
-    """Peak memory of passes by their number of rows."""
+    """Measured peaks of memory use, by the number of rows in a pass."""
 
     def __init__(self) -> None:
         self._peaks: dict[int, float] = {}
@@ -27,13 +27,13 @@ class MemoryPeaks:
 
     @property
     def sizes(self) -> int:
-        """How many different pass sizes have a measured peak."""
+        """The number of different pass sizes whose peak was measured."""
         return len(self._peaks)
 
     def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
-        """Store the peak memory of a pass, and the memory held between steps, in bytes.
+        """Record the peak memory of a pass and the memory in use between steps, in bytes.
 
-        Sizes below the largest so far are ignored.
+        The peak is ignored if a larger pass was recorded before.
         """
         # A device reports only its highest peak so far. The smallest `held_bytes` is stored.
         least = held_bytes if self._held_bytes is None else self._held_bytes
@@ -42,39 +42,44 @@ class MemoryPeaks:
             self._peaks[rows] = max(peak_bytes, self._peaks.get(rows, 0.0))
 
     def predict(self, rows: int) -> float:
-        """Return the predicted peak of a pass of `rows` rows in bytes, 0 without measurements."""
+        """Return the predicted peak memory of a pass in bytes, or 0 if no peaks were measured.
+
+        The pass has `rows` rows.
+        """
         if not self._peaks:
             return 0.0
         largest = max(self._peaks)
         return self._peaks[largest] + self._bytes_per_row(largest) * (rows - largest)
 
-    def most_rows(self, capacity_bytes: float, left: float) -> int:
-        """Return the rows per pass that are predicted to fit, 0 without measurements.
+    def most_rows(self, capacity_bytes: float, free_fraction: float) -> int:
+        """Return how many rows per pass are predicted to fit in memory.
 
-        `left` is the fraction of `capacity_bytes` to keep free. The result is at least the rows of
-        the largest measured pass.
+        `free_fraction` of the `capacity_bytes` has to stay free. The result is at least the size of
+        the largest recorded pass, or 0 if no peaks were measured.
         """
         # the largest recorded pass has fit in memory
         if not self._peaks:
             return 0
         largest = max(self._peaks)
-        room_bytes = capacity_bytes * (1 - left) - self._peaks[largest]
+        room_bytes = capacity_bytes * (1 - free_fraction) - self._peaks[largest]
         per_row = self._bytes_per_row(largest)
         if room_bytes <= 0 or per_row <= 0:
             return largest
         return largest + int(room_bytes / per_row)
 
-    def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
-        """Return the rows per pass that fit if something else uses `beside_bytes` of memory.
+    def most_rows_beside(
+        self, capacity_bytes: float, free_fraction: float, extra_bytes: float
+    ) -> int:
+        """Return how many rows per pass fit if something else needs `extra_bytes` of memory.
 
-        Returns 0 with fewer than two measured sizes. `left` is the fraction of `capacity_bytes` to
-        keep free.
+        `free_fraction` of the `capacity_bytes` has to stay free. Returns 0 if fewer than two pass
+        sizes were measured.
         """
-        # One size doesn't show how much memory a row needs.
+        # one size doesn't show how much memory a row needs
         if self.sizes < 2:
             return 0
         largest = max(self._peaks)
-        room_bytes = capacity_bytes * (1 - left) - self._peaks[largest] - beside_bytes
+        room_bytes = capacity_bytes * (1 - free_fraction) - self._peaks[largest] - extra_bytes
         per_row = self._bytes_per_row(largest)
         return max(0, largest + math.floor(room_bytes / per_row)) if per_row > 0 else 0
 

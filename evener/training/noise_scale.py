@@ -1,9 +1,9 @@
-"""The gradient noise scale: the batch size beyond which more rows gain little.
+"""The gradient noise scale: the batch size above which more rows gain little.
 
-It is computed from squared norms of gradients. A gradient of n rows is the true gradient G plus
-noise of variance tr(S) / n. Here S is the covariance of one row's gradient. The noise scale is
-tr(S) / |G|^2, in rows (McCandlish et al. 2018, arXiv 1812.06162). A step of B rows makes B / (B +
-noise scale) of the progress of a step with infinitely many rows.
+It is computed from squared norms of gradients. The gradient of n rows is the true gradient G plus
+noise with the variance tr(S) / n, where S is the covariance of one row's gradient. The noise scale
+is tr(S) / |G|^2, in rows (McCandlish et al. 2018, arXiv 1812.06162). A step of B rows makes B / (B
++ noise scale) of the progress of a step with infinitely many rows.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Rows = Annotated[float, msgspec.Meta(ge=0, le=ENDLESS)]
 
 
 class Sample(NamedTuple):
-    """Noise and signal of the gradient in one step."""
+    """Estimates of the gradient's noise and signal in one step."""
 
     noise: float  # tr(S): variance of one row's gradient, added up over parameters
     signal: float  # |G|^2; negative values are possible for few rows
 
 
 class NoiseScale(msgspec.Struct, frozen=True):
-    """Gradient noise scale in rows, with a 95 % interval.
+    """The gradient noise scale in rows, with its 95 % interval.
 
-    `high` is ENDLESS if the batch is too small for an upper bound.
+    `high` is ENDLESS if the batch is too small to give an upper bound.
     """
 
     rows: Rows  # ENDLESS if the signal isn't above 0
@@ -45,16 +45,17 @@ class NoiseScale(msgspec.Struct, frozen=True):
 
     @property
     def safe_rows(self) -> float:
-        """The noise scale in rows; its lower bound if the upper bound is unknown."""
+        """The noise scale in rows, or its lower bound if there is no upper bound."""
         return self.low if self.high >= ENDLESS else self.rows
 
 
 def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
-    """Estimate noise and signal of the gradient from a batch that is divided into parts.
+    """Estimate the noise and signal of a gradient from a batch that is divided into parts.
 
     - `sizes`: rows of each part.
-    - `weighted`: sum over the parts of rows times the squared norm of the part's mean gradient.
-    - `whole`: squared norm of the batch's mean gradient.
+    - `weighted`: the sum, over all parts, of a part's rows times the squared norm of its mean
+      gradient.
+    - `whole`: squared norm of the whole batch's mean gradient.
 
     Raises ValueError if fewer than two parts have rows.
     """
@@ -69,20 +70,21 @@ def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sampl
 
 
 def efficiency(batch: int, noise_scale: float) -> float:
-    """Return the progress per row with this batch size, relative to very small batches."""
+    """Return how much progress each row makes in a batch of this size, relative to tiny batches."""
     return noise_scale / (noise_scale + batch)
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the rows needed with batch size `other`, relative to the rows needed with `batch`.
+    """Return how many times as many rows training needs if the batch size changes.
 
-    Both reach the same loss.
+    It is the ratio of the rows needed with batches of `other` rows to those needed with batches of
+    `batch` rows, to reach the same loss.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
 
 def rate_gain(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor for SGD's learning rate when the batch changes from `batch` to `other`.
+    """Return the factor for SGD's learning rate if the batch size changes from `batch` to `other`.
 
     Both are in rows. This is the gain ratio of AdaScale (arXiv 2007.05105).
     """
@@ -92,21 +94,21 @@ def rate_gain(batch: int, other: int, noise_scale: float) -> float:
 class NoiseWindow:
     """Averages the gradient's noise and signal over recent steps.
 
-    Samples are grouped in blocks, and each block weighs `kept` times as much as the next newer one.
+    Samples are grouped into blocks. A block weighs `decay` times as much as the block after it.
     """
 
-    # Samples are summed in blocks. The weighted sum is divided by the sum of the weights; otherwise
-    # the first averages would be too small.
+    # The weighted sum is divided by the sum of the weights; otherwise the first averages would be
+    # too small.
 
-    def __init__(self, kept: float = KEPT) -> None:
-        self._kept = kept
-        most = None if kept == 1 else math.ceil(math.log(1e-3) / math.log(kept))
+    def __init__(self, decay: float = KEPT) -> None:
+        self._kept = decay
+        most = None if decay == 1 else math.ceil(math.log(1e-3) / math.log(decay))
         self._blocks: deque[Sample] = deque(maxlen=most)  # sums over BLOCK samples
         self._open: list[Sample] = []  # samples of the next block
         self._samples = 0
 
     def add(self, sample: Sample) -> None:
-        """Add the sample of a step, unless it isn't finite."""
+        """Add the noise and signal of a step. They are ignored if they aren't finite."""
         if not all(map(math.isfinite, sample)):
             return
         self._samples += 1
@@ -116,7 +118,7 @@ class NoiseWindow:
             self._open.clear()
 
     def scale(self) -> NoiseScale | None:
-        """Return the noise scale, or None while there are too few samples."""
+        """Return the noise scale, or None if there are too few samples."""
         if len(self._blocks) < FEWEST_BLOCKS:
             return None
         weights = [self._kept**age for age in range(len(self._blocks))][::-1]
@@ -164,19 +166,18 @@ def _interval(
 
 
 def _student(freedom: float) -> float:
-    """Return the 97.5th percentile of Student's t distribution."""
-    # `freedom` are the degrees of freedom. The Cornish-Fisher expansion has a relative error below
-    # 2 % for 4 or more degrees of freedom.
+    """Return the 97.5th percentile of Student's t distribution for `freedom` degrees of freedom."""
+    # The Cornish-Fisher expansion has a relative error below 2 % for 4 or more degrees of freedom.
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def describe(noise_scale: NoiseScale, batch: int, steps: int) -> str:
-    """Return a line of text on the noise scale, measured in `steps` steps.
+    """Return a line of text about the noise scale after `steps` steps.
 
-    It also says how efficiently a batch of `batch` rows uses its samples.
+    It also says what fraction of the progress of tiny batches a row makes in batches of `batch`
+    rows.
     """
-    # the noise scale was measured in that number of steps
     after = f"after {steps:,} steps"
     if noise_scale.rows == 0:
         return (
@@ -196,5 +197,5 @@ def write_scale(noise_scale: NoiseScale) -> str:
 
 
 def write_rows(rows: float) -> str:
-    """Return a number of rows with two significant digits."""
+    """Return a number of rows as text, with two significant digits."""
     return f"{rows:.1f}" if rows < 10 else f"{round(rows, 1 - math.floor(math.log10(rows))):,.0f}"

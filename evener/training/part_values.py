@@ -1,4 +1,4 @@
-"""Find out whether a batch's value, such as its loss, is a sum or a mean of its parts' values."""
+"""Find out whether a batch's value, such as its loss, is the sum or a mean of its parts' values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SUM = "sum"
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return which sums or means of the parts' values equal the value of the whole batch.
+    """Return the names of the sums and means of the parts' values that equal the batch's value.
 
-    `counts` holds weights by name, such as `{"rows": (3, 5)}`. The result has the names of the
-    weighted means that equal `whole`, and "sum" if the sum does. `rounding` is the allowed relative
-    difference.
+    `whole` is the value of the batch, and `parts` are those of its parts. `counts` holds the parts'
+    weights for different means, such as `{"rows": (3, 5)}`. The result has the names of those means
+    that equal `whole`, and "sum" if the sum does. `rounding` is the allowed relative difference.
     """
     # values count as equal if they differ by at most `rounding`, relative to the largest value
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
@@ -26,7 +26,7 @@ def find_fitting(
 
 
 def mean_by(values: Sequence[float], counts: Sequence[float]) -> float:
-    """Return the mean of values weighted by `counts`, inf if all counts are 0."""
+    """Return the mean of values, weighted by `counts`, or inf if all counts are 0."""
     # a value with count 0 is ignored: it is NaN if it is a mean over nothing
     total = sum(counts)
     if not total:

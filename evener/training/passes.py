@@ -1,19 +1,19 @@
 """The passes of a rank's batch: their rows, their weights, and retries when memory runs out.
 
-A pass is one forward and backward pass (a micro-batch). A rank whose rows don't fit in memory
-at once computes them in several passes. The sum of the passes' gradients, each times its
-weight, is the gradient of the rank's mean loss. A pass that runs out of memory is retried in
-smaller passes with the same rows:
+A pass is one forward and backward computation (a micro-batch). A rank whose rows don't fit in
+memory at once computes them in several passes. The weighted sum of the passes' gradients is the
+gradient of the rank's mean loss. If a pass runs out of memory, its rows are computed again in
+smaller passes:
 
-    sizes = divide_rows(rows, most)            # `most` is from the plan
+    sizes = divide_rows(rows, max_rows)        # `max_rows` is from the plan
     queue = PassQueue(sizes, limit)
     while (turn := queue.take()) is not None:
         ...                                    # compute turn.rows rows of pass turn.number
         queue.complete()                       # or limit.halve(turn.rows) and queue.retry()
 
 The rules are the same for every trainer and framework: the user's own training loops
-(`evener/torch/step`), transformers' Trainer, Lightning and Keras. Each of their adapters undoes the
-failed attempt itself before the retry.
+(`evener/torch/step`), transformers' Trainer, Lightning and Keras. The adapter for each of them has
+to undo the failed attempt before the retry.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ LOOK_STEPS = 10  # number of steps between checks whether other processes have f
 MOST_FAILURES = 20  # maximum consecutive failures of a pass that can't be smaller
 
 
-def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
-    """Return the rows of each pass, with at most `most` rows in each.
+def divide_rows(rows: int, max_rows: int, passes: int = 0) -> tuple[int, ...]:
+    """Divide a rank's rows into passes of at most `max_rows` rows, and return the rows of each.
 
-    With `passes` above 0, the rows are divided into that many passes instead. Returns (0,) for no
-    rows.
+    If `passes` is above 0, the rows are divided into that many passes instead. Returns (0,) if
+    there are no rows.
     """
-    # a rank without rows has one pass, in which it only takes part in collectives
+    # a rank without rows has one empty pass, in which it only takes part in collectives
     if passes:
         return even(rows, passes)
-    return split_passes(rows, most) or (0,)
+    return split_passes(rows, max_rows) or (0,)
 
 
-def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
-    """Return the number of passes with at most `most` rows and at least `least` rows each.
+def count_smaller_passes(rows: int, max_rows: int, min_rows: int = 1) -> int:
+    """Return how many passes are needed so that none has more than `max_rows` rows.
 
-    If that isn't possible, passes have more than `most` rows.
+    No pass has fewer than `min_rows` rows, even if passes then have more than `max_rows`.
     """
-    return max(1, min(count_passes(rows, most), rows // least))
+    return max(1, min(count_passes(rows, max_rows), rows // min_rows))
 
 
-def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
-    """Return how many passes every rank must compute so that no rank exceeds its rows per pass.
+def count_equal_passes(rows: Sequence[int], max_rows: Sequence[int]) -> int:
+    """Return the number of passes for all ranks, so that no rank's passes are larger than allowed.
 
-    `rows` are the ranks' rows, and `most` their limits per pass.
+    `rows` are the ranks' rows, and `max_rows` the ranks' limits per pass.
     """
-    return max(1, *map(count_passes, rows, most))
+    return max(1, *map(count_passes, rows, max_rows))
 
 
 def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float, ...]:
-    """Return each pass's weight in the batch's mean loss; 1 for a batch without rows.
+    """Return the weight of each pass in the batch's mean loss, which is 1 if the batch has no rows.
 
-    `total` is the number of rows in the batch, by default the sum of `sizes`.
+    `sizes` are the rows of the passes. `total` is the number of rows in the batch, by default the
+    sum of `sizes`.
     """
-    # the total mean loss is the mean over `total` rows
     rows = sum(sizes) if total is None else total
     return tuple(own / rows if rows else 1.0 for own in sizes)
 
@@ -71,8 +71,7 @@ def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float,
 class Pass(NamedTuple):
     """A forward and backward pass over some rows of a batch.
 
-    After memory ran out, a pass of the plan is computed in several smaller pieces; this is one
-    piece.
+    It is a pass of the plan or, after memory ran out, one of several smaller pieces of that pass.
     """
 
     number: int  # index of the plan's pass in the batch, from 0
@@ -84,19 +83,19 @@ class Pass(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Index after its last row, counted from the first row of the plan's pass."""
+        """The index after the last row, counted from the first row of the plan's pass."""
         return self.start + self.rows
 
     @property
     def part(self) -> float:
-        """Its rows as a fraction of the rows in the plan's pass."""
+        """The fraction of the rows of the plan's pass that this piece has."""
         return self.rows / self.planned if self.planned else 1.0
 
 
 class PassLimit:
-    """Maximum rows per pass on a rank, lowered when memory runs out and raised again later.
+    """The maximum number of rows per pass on a rank.
 
-    It is halved when memory runs out, and doubled after 200 steps without that.
+    It is halved when memory runs out, and doubled after 200 steps in which it didn't.
     """
 
     def __init__(self, rank: int) -> None:
@@ -110,21 +109,21 @@ class PassLimit:
 
     @property
     def lowest(self) -> int | None:
-        """Maximum rows per pass; None without a limit.
+        """The maximum number of rows per pass, or None if there is no limit.
 
-        It follows from passes that ran out of memory, and from predicted memory use.
+        Both passes that ran out of memory and predicted memory use limit it.
         """
         known = [each for each in (self.most, self.predicted) if each is not None]
         return min(known, default=None)
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
-        """Start a batch; raise the limit after enough batches without a lack of memory.
+        """Start a batch. After 200 batches without running out of memory, the limit is doubled.
 
-        `others_bytes` returns the device memory that other processes hold, in bytes. The limit is
-        removed if they have released most of it.
+        `others_bytes` returns the device memory that other processes use, in bytes. The limit is
+        removed once they have freed most of it.
         """
-        # If other processes held 1 GiB or more when a pass ran out of memory, `others_bytes` is
-        # called again in every tenth step. Once they hold less than half as much, the limit is
+        # If other processes used 1 GiB or more when a pass ran out of memory, `others_bytes` is
+        # called again in every tenth step. Once they use less than half as much, the limit is
         # removed.
         self.step += 1
         self._clean_steps += 1
@@ -137,53 +136,51 @@ class PassLimit:
             self.most = 2 * self.most
             self._clean_steps = 0
 
-    def count(self, rows: int, most: int, least: int = 1) -> int:
-        """Return into how many passes to divide `rows` rows.
+    def count(self, rows: int, max_rows: int, min_rows: int = 1) -> int:
+        """Return how many passes to divide `rows` rows into.
 
-        A pass has at most `most` rows, and at most as many as this limit allows, but at least
-        `least` rows.
+        A pass has at most `max_rows` rows, or fewer if memory has run out, but at least `min_rows`.
         """
-        held = most if self.most is None else min(most, self.most)
-        return count_smaller_passes(rows, held, least)
+        held = max_rows if self.most is None else min(max_rows, self.most)
+        return count_smaller_passes(rows, held, min_rows)
 
     def complete(self) -> None:
-        """Record that a pass didn't run out of memory."""
+        """Record that a pass had enough memory."""
         self._failures = 0
 
-    def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Count a pass of `rows` rows that ran out of memory.
+    def count_failure(self, rows: int, min_rows: int, memory_use: str) -> None:
+        """Record that a pass of `rows` rows ran out of memory.
 
-        `least` is the fewest rows that a pass can have, and `held` text for the error message on
-        what uses the memory. Raises DeviceError after 20 failures in a row of passes too small to
+        `min_rows` is the smallest size of a pass. `memory_use` says in the error message what uses
+        the memory. Raises DeviceError after 20 consecutive failures of passes that are too small to
         divide.
         """
-        if rows < 2 * least:
+        if rows < 2 * min_rows:
             self._failures += 1
         if self._failures >= MOST_FAILURES:
             raise DeviceError(
                 f"Rank {self._rank} ran out of memory {self._failures} times in a row with a "
-                f"pass of {rows} rows that can't be smaller: {held}.",
+                f"pass of {rows} rows that can't be smaller: {memory_use}.",
                 (
                     "Take a smaller model, shorter rows or activation checkpointing, or leave the "
                     "device out of the plan."
                 ),
             )
 
-    def halve(self, rows: int, least: int, others_bytes: int = 0) -> int:
-        """Halve the rows of a pass that ran out of memory, and return the new limit.
+    def halve(self, rows: int, min_rows: int, others_bytes: int = 0) -> int:
+        """Halve the limit after a pass of `rows` rows ran out of memory, and return the new limit.
 
-        `rows` are the rows of that pass; the limit isn't below `least`. `others_bytes` is the
-        device memory that other processes hold, in bytes.
+        The limit isn't lowered below `min_rows`. `others_bytes` is the device memory that other
+        processes use, in bytes.
         """
-        # if others hold 1 GiB or more, `begin_batch` later checks whether they have freed memory
-        self.most = max(least, rows // 2)
+        self.most = max(min_rows, rows // 2)
         self._clean_steps = 0
         self._others_bytes = others_bytes
         return self.most
 
 
 class _Range(NamedTuple):
-    """A range of rows of one pass of the plan, still to be computed."""
+    """Consecutive rows of one pass of the plan that still have to be computed."""
 
     number: int
     start: int
@@ -195,8 +192,8 @@ class _Range(NamedTuple):
 class PassQueue:
     """The passes of one batch that a rank still has to compute.
 
-    `sizes` are the rows of the plan's passes; `limit` may divide them further. Call either
-    `complete` or `retry` after each pass that `take` returns.
+    `sizes` are the rows of the plan's passes, which are divided further if they exceed `limit`.
+    Call either `complete` or `retry` after each pass that `take` returns.
     """
 
     def __init__(self, sizes: Sequence[int], limit: PassLimit) -> None:
@@ -205,34 +202,34 @@ class PassQueue:
         self._left = deque(_Range(number, 0, size) for number, size in enumerate(sizes))
         self._taken: _Range | None = None
 
-    def take(self, least: Callable[[], int] = lambda: 1) -> Pass | None:
-        """Return the next pass, or None after the last.
+    def take(self, min_rows: Callable[[], int] = lambda: 1) -> Pass | None:
+        """Return the next pass, or None after the last one.
 
-        A pass above the limit is divided into pieces; `least` returns the fewest rows of a piece.
+        A pass above the limit is divided into pieces; `min_rows` returns the smallest size of a
+        piece.
         """
         if not self._left:
             return None
         most = self._limit.lowest
         if most is not None:
-            self._cut_first(most, least)
+            self._cut_first(most, min_rows)
         taken = self._taken = self._left.popleft()
         ends = not self._left or self._left[0].number != taken.number
         rows = taken.stop - taken.start
         planned = self._sizes[taken.number]
         return Pass(taken.number, taken.start, rows, planned, ends, not self._left)
 
-    def _cut_first(self, most: int, least: Callable[[], int]) -> None:
-        """Divide the next pass into pieces of at most `most` rows.
+    def _cut_first(self, max_rows: int, min_rows: Callable[[], int]) -> None:
+        """Divide the next pass into pieces of at most `max_rows` rows.
 
-        Each piece has at least `least()` rows.
+        No piece has fewer than `min_rows()` rows, even if pieces then have more than `max_rows`.
         """
-        # A piece has at least `least()` rows, even if that is more.
         first = self._left[0]
         rows = first.stop - first.start
-        if rows <= most:
+        if rows <= max_rows:
             return
         self._left.popleft()
-        pieces = bounds(even(rows, count_smaller_passes(rows, most, least())))
+        pieces = bounds(even(rows, count_smaller_passes(rows, max_rows, min_rows())))
         for start, stop in reversed(pieces):
             cut = first._replace(start=first.start + start, stop=first.start + stop)
             self._left.appendleft(cut)
@@ -240,8 +237,8 @@ class PassQueue:
     def complete(self) -> bool:
         """Record that the pass returned by `take` succeeded.
 
-        Returns False if it is a piece of a pass that ran out of memory, and other pieces are
-        missing.
+        Returns False if it is a piece of a pass that ran out of memory, and pieces of that pass
+        still have to be computed.
         """
         taken, self._taken = self._taken, None
         assert taken is not None
@@ -251,12 +248,12 @@ class PassQueue:
         return True
 
     def retry(self, is_whole: bool = True) -> None:
-        """Put the pass returned by `take` back into the queue, because it ran out of memory.
+        """Put the pass that `take` returned back into the queue, because it ran out of memory.
 
-        `is_whole` is False for a piece of a pass that had failed before.
+        With `is_whole`, `complete` returns False until all rows of this pass are computed.
+        `is_whole` is False for a piece of a pass that failed earlier, whose rows then count
+        instead.
         """
-        # The failed pass is the one that `take` returned last. `complete` then returns False until
-        # all rows of the failed pass are computed or, for a piece, all rows of the earlier pass.
         taken, self._taken = self._taken, None
         assert taken is not None
         if is_whole:

@@ -1,22 +1,23 @@
-"""Adapt the shares of a training run to the speed of its ranks, window by window.
+"""Adapt the shares of a training run to the speed of its ranks, while it trains.
 
-A rank's speed is measured by its compute time (own work). That is the time until its last gradient,
-without the time that it waits for other ranks. A window is a number of consecutive steps. Its
-result for a rank is the median compute time in the window, divided by the time that the curve of
-the rank's device predicts. Because of the median, a single slow step has no effect.
+A rank's speed is measured by its compute time (own work): the time until its last gradient is
+ready, without the time in which it waits for other ranks. Steps are grouped into windows of
+consecutive steps. For each rank, a window gives one number, the factor: the median compute time of
+its steps, divided by the time that the curve of the rank's device predicts. Because of the median,
+a single slow step has no effect.
 
 New shares are proposed if they would have made the steps of the last windows sufficiently faster in
-total. They must also be faster in most of these windows, including both of the last two. A large
-change of speed is detected after two windows, a small one after up to 64. The first change of a
-training run's shares requires a larger gain than later changes.
+total. They must also have been faster in most of these windows, including both of the last two. A
+large change of speed is detected after two windows, and a small one after up to 64. The first
+change of a training run's shares requires a larger gain than later changes.
 
-A change that the next change soon reverses was a mistake. After a mistake, a change needs 32
-windows, and after each further mistake twice as many, until a change lasts.
+If a change of shares is soon reversed by the next one, it was a mistake. After a mistake, a change
+needs 32 windows, and after each further mistake twice as many, until a change lasts.
 
-If no curve was measured, compute time is assumed to be proportional to rows. The effect of a change
-of rows then shows which part of the compute time is fixed. A pass costs the host about the same
-time however few rows it has. So the cost of a further pass is measured when the number of a rank's
-passes changes.
+If no curve was measured, compute time is assumed to be proportional to rows. When a rank's rows
+change, its compute times before and after the change show which part of the time is fixed. Each
+pass also costs the host a fixed time, however few rows it has. That cost is measured when a rank's
+number of passes changes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ NEAR = 0.9  # the slope of a curve is measured from this fraction of a share to 
 
 
 class Change(msgspec.Struct, frozen=True):
-    """New shares, with the reason and the expected gain."""
+    """New shares for a training run, with the reason and the expected gain."""
 
     shares: tuple[int, ...]
     micros: tuple[int, ...]  # rows per pass: the whole share if it fits in one pass
@@ -65,7 +66,7 @@ class Change(msgspec.Struct, frozen=True):
     gain: float  # 0.12: 12 % more steps/s, computed from own work
 
     def describe(self, before: Sequence[int]) -> str:
-        """Return as text why the shares change, and the shares before and after."""
+        """Return the reason for the change, and the shares before and after it, as text."""
         shown = " -> ".join("+".join(map(str, shares)) for shares in (before, self.shares))
         return f"{self.reason}: {shown}"
 
@@ -89,38 +90,40 @@ class Window(NamedTuple):
 
 
 class Room(NamedTuple):
-    """How many rows fit in a device's memory, in a single pass and in each of several passes."""
+    """How many rows fit in a device's memory: in a single pass, and in each of several passes."""
 
     at_once: int  # maximum rows of a share that is computed in one pass
     in_several: int  # maximum rows of each of several passes; 0 if shares can't be divided
 
     def rows_of_a_pass(self, share: int) -> int:
-        """Return how many rows each pass has if the device's share is `share` rows."""
+        """Return the rows of each pass if the device computes `share` rows in each step."""
         return self.in_several if self.in_several and share > self.at_once else share
 
 
 class Rebalancer:
-    """Observes the compute time of all ranks, and decides when to change their shares.
+    """Observes the compute times of all ranks, and decides when to change their shares.
 
-    The same measurements give the same shares, so every rank can have an instance.
+    The same measurements always give the same shares. So every rank can have its own instance,
+    without exchanging the result.
 
     - `shares`: rows of each rank.
-    - `curves`: step times of the devices in seconds by rows, measured or proportional to rows.
-    - `most`: maximum rows per pass of each rank; 0 if unknown.
+    - `curves`: for each device, its step time in seconds as a function of its rows; measured, or
+      assumed to be proportional.
+    - `max_rows`: maximum rows per pass of each rank; 0 if unknown.
     - `passes`: whether a share may be computed in several passes.
-    - `names`: names of the devices for messages; by default the ranks.
+    - `names`: names of the devices for messages; by default "rank 0" and so on.
     """
 
-    # A change's reason contains a device's name. If `most` is unknown for a rank, a change adds at
-    # most half of its current rows. If fewer are predicted to fit in memory at once (`fits` of
-    # `observe`), the new share must fit in one pass, or in several passes of up to `passes_fit`
-    # rows. If memory isn't measured, the share stays within 1.25 times its initial rows.
+    # If `max_rows` is unknown for a rank, a change adds at most half of its current rows. If fewer
+    # are predicted to fit in memory at once (`fits` of `observe`), the new share must fit in one
+    # pass, or in several passes of up to `passes_fit` rows. If memory isn't measured, the share
+    # stays within 1.25 times its initial rows.
 
     def __init__(
         self,
         shares: Sequence[int],
         curves: Sequence[Curve],
-        most: Sequence[int],
+        max_rows: Sequence[int],
         passes: bool,
         names: Sequence[str] = (),
     ) -> None:
@@ -128,7 +131,7 @@ class Rebalancer:
         self._proportional = [_is_proportional(curve) for curve in curves]
         # the devices' speed was unknown when the training began
         self._even = all(self._proportional) and len(set(shares)) == 1
-        self._most = tuple(most)
+        self._most = tuple(max_rows)
         self._unmeasured = tuple(math.ceil(GROWTH * share) for share in shares)
         self._passes = passes
         walls = map(_first_above_zero, self._most, self._unmeasured)
@@ -156,12 +159,12 @@ class Rebalancer:
 
     @property
     def windows_seen(self) -> int:
-        """Number of measuring windows observed since the shares last changed."""
+        """The number of windows of steps that were measured since the shares last changed."""
         return self._seen
 
     @property
     def windows_needed(self) -> int:
-        """Number of measuring windows to observe before the shares may change."""
+        """The number of windows of steps that have to be measured before the shares may change."""
         return self._patience
 
     def _begin(self, shares: tuple[int, ...]) -> None:
@@ -183,14 +186,14 @@ class Rebalancer:
         ]
 
     def _predict(self, shares: Sequence[int]) -> list[float]:
-        """Return each rank's compute time in seconds for the given shares, by the curves."""
+        """Return the ranks' predicted compute times in seconds with these shares."""
         given = zip(
             self._curves, shares, self._count_passes(shares), self._list_extras(), strict=True
         )
         return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
-        """Return each rank's number of passes for the given shares."""
+        """Return the number of passes that each rank needs for these shares."""
         return [
             -(-share // room.in_several) if room.in_several and share > room.at_once else 1
             for share, room in zip(shares, self._limited, strict=True)
@@ -206,25 +209,25 @@ class Rebalancer:
         fits: Sequence[int] = (),
         passes_fit: Sequence[int] = (),
         step_s: float = 0.0,
-        fewest: int = FEWEST_WINDOWS,
+        min_windows: int = FEWEST_WINDOWS,
     ) -> Change | None:
-        """Add the measurements of a window, and return new shares if they are faster.
+        """Add the measurements of a window of steps, and return new shares if they would be faster.
 
         - `step`: last step of the window.
         - `own_work_s`: median compute time of each rank in seconds; inf or 0 if unknown.
         - `rows`: the ranks' rows in these steps.
-        - `limits`: maximum rows per pass since memory ran out; 0 for no limit.
-        - `fits`, `passes_fit`: rows predicted to fit in one pass, and in each of several; 0
-          if unknown.
+        - `limits`: maximum rows per pass of each rank since memory ran out; 0 for no limit.
+        - `fits`, `passes_fit`: rows of each rank that are predicted to fit in memory in a single
+          pass, and in each of several passes; 0 if unknown.
         - `step_s`: time of a step in seconds; 0 if unknown.
-        - `fewest`: minimum number of windows before a change; 0 excludes changes.
+        - `min_windows`: minimum number of windows before a change; with 0, shares don't change.
 
-        Returns None if the shares stay. A window is ignored if `rows` aren't the current shares.
-        New shares apply to the windows that follow.
+        Returns None if the shares stay the same. The window is ignored if `rows` aren't the current
+        shares. Once new shares have been returned, the next windows have to be measured with them.
         """
         start, self._next_step = self._next_step, step + 1
         known = all(0 < own < math.inf for own in own_work_s)
-        if tuple(rows) != self.shares or not known or not fewest:
+        if tuple(rows) != self.shares or not known or not min_windows:
             return None
         unknown = (0,) * len(rows)
         self._set_memory_limits(limits or unknown, fits or unknown, passes_fit or unknown)
@@ -236,7 +239,7 @@ class Rebalancer:
         self._update_noise(factors)
         self._windows.append(Window(start, factors, max(0.0, step_s - max(own_work_s))))
         self._seen += 1
-        span = min(max(self._patience, fewest), MOST_WINDOWS)
+        span = min(max(self._patience, min_windows), MOST_WINDOWS)
         while span <= len(self._windows):
             if (
                 self._seen % (span // 2) == 0
@@ -247,11 +250,11 @@ class Rebalancer:
         return None
 
     def _recompute_factors(self) -> None:
-        """Recompute the ratios of measured to predicted compute time in past windows.
+        """Recompute each rank's ratio of measured to predicted compute time in past windows.
 
         Call it after the predictions have changed.
         """
-        # The newest compute times belong to a window that is stored only later.
+        # the newest compute times belong to a window that isn't stored yet
         past = list(self._own)[:-1]
         windows = [
             window._replace(factors=self._find_factors(own_work_s))
@@ -263,9 +266,11 @@ class Rebalancer:
     def _set_memory_limits(
         self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]
     ) -> None:
-        """Update how many rows fit in each rank's memory."""
-        # The parameters are those of `observe`. If a rank then needs another number of passes, the
-        # past windows are dropped.
+        """Update how many rows fit in each rank's memory.
+
+        The parameters are those of `observe`. If a rank needs a different number of passes
+        afterwards, past windows are discarded.
+        """
         ranks = range(len(self.shares))
         self._rooms = list(map(self._find_room, ranks, fits, passes_fit))
         self._limited = list(map(self._limit_room, self._rooms, limits))
@@ -273,9 +278,12 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _find_room(self, rank: int, fits: int, passes_fit: int) -> Room:
-        """Return how many rows fit in a rank's memory, in one pass and in each of several."""
-        # `observe` describes the parameters. The plan's number comes first, then a prediction from
-        # measured memory. Without either, the initial share may grow by a fixed factor.
+        """Return how many rows fit in a rank's memory, in a single pass and in each of several.
+
+        `fits` and `passes_fit` are as in `observe`.
+        """
+        # The plan's number comes first, then a prediction from measured memory. Without either, the
+        # initial share may grow by a fixed factor.
         share, most, now = self.shares[rank], self._most[rank], self._rooms[rank]
         if most:
             return Room(most, most * self._passes)
@@ -285,36 +293,36 @@ class Rebalancer:
             return now
         grown = share + max(share // 2, self._quantum)
         at_once = max(share, min(grown, fits))
-        # a share that may grow in one pass is left to grow so first
+        # a share grows in one pass as long as it can, before it is divided
         divides = self._passes and at_once < grown
         return Room(at_once, passes_fit if divides else 0)
 
     def _limit_room(self, room: Room, limit: int) -> Room:
-        """Lower a device's rows per pass to a limit set after memory ran out; 0 is no limit."""
-        # larger passes than `limit` have run out of memory
+        """Return the room for rows after passes of more than `limit` rows ran out of memory.
+
+        `limit` is 0 if none did.
+        """
         if not limit or limit >= room.at_once:
             return room
         return Room(limit, limit * self._passes)
 
     def _learn(self) -> bool:
-        """Improve predictions from the compute times before and after the last change of shares.
+        """Correct the predictions by the compute times before and after the last change of shares.
 
         Returns True if a prediction has changed.
         """
-        # True if anything was learned, because predictions then change
         passes, fixed = self._learn_extras(), self._learn_fixed()
         self._before = []
         return passes or fixed
 
     def _learn_fixed(self) -> bool:
-        """Estimate which part of a rank's compute time doesn't depend on its rows.
+        """Estimate which part of each rank's compute time doesn't depend on its rows.
 
-        The estimate uses the times before and after a change of shares. Returns True if one was
-        made.
+        The estimate uses the times before and after the last change of shares. Returns True if
+        there is a new estimate for any rank.
         """
-        # True if anything was learned. The compute time of n rows is t = a + b * n. So the fixed
-        # part a follows from the times before and after a change of the rows. A noisy measurement
-        # gets less weight.
+        # The compute time of n rows is t = a + b * n. So the fixed part a follows from the times
+        # before and after a change of the rows. A noisy measurement gets less weight.
         learned = False
         for rank, (own, share, count) in enumerate(self._before):
             now, moved = self.shares[rank], math.log(self.shares[rank] / share)
@@ -335,14 +343,14 @@ class Rebalancer:
         return learned
 
     def _learn_extras(self) -> bool:
-        """Estimate how much time each further pass costs a rank.
+        """Estimate how much time each further pass costs on each rank.
 
-        The estimate uses the times before and after a change of shares. Returns True if one was
-        made.
+        The estimate uses the times before and after the last change of shares. Returns True if
+        there is a new estimate for any rank.
         """
-        # True if anything was learned. The compute time of k passes is F * (t(rows in k passes) +
-        # (k - 1) * extra), where `extra` is the cost. The unknown factor F is the same before and
-        # after the change, so it cancels out.
+        # The compute time of k passes is F * (t(rows in k passes) + (k - 1) * extra), where `extra`
+        # is the cost. The unknown factor F is the same before and after the change, so it cancels
+        # out.
         learned, guess = (
             False,
             self._list_extras() if any(each is not None for each in self._extras) else None,
@@ -362,10 +370,10 @@ class Rebalancer:
         return learned
 
     def _list_extras(self) -> list[float]:
-        """Return how many seconds each further pass is predicted to add on each rank."""
+        """Return the seconds that each pass after the first is predicted to add on each rank."""
         # The seconds are for the speed that a rank's curve describes. For the current speed, they
-        # are multiplied by the rank's factor (measured / predicted compute time). A rank without a
-        # learned value gets the mean of the learned values, or 0 if there are none.
+        # are multiplied by the rank's factor. A rank without a learned value gets the mean of the
+        # learned values, or 0 if there are none.
         known = [each for each in self._extras if each is not None]
         usual = math.fsum(known) / len(known) if known else 0.0
         return [usual if each is None else each for each in self._extras]
@@ -374,9 +382,9 @@ class Rebalancer:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _update_noise(self, factors: tuple[float, ...]) -> None:
-        """Update how much each rank's compute time varies from one window to the next."""
-        # A rank's noise is the standard deviation of the factor's logarithm from one window to the
-        # next.
+        """Update the estimates of how much each rank's compute time varies between windows."""
+        # a rank's noise is the standard deviation of the logarithm of its factor, from one window
+        # to the next
         if not self._windows:
             return
         for rank, (now, before) in enumerate(zip(factors, self._windows[-1].factors, strict=True)):
@@ -388,15 +396,13 @@ class Rebalancer:
     def _find_faster_shares(
         self, span: int
     ) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Return shares that would have made the last `span` windows faster, with the gain.
+        """Return shares that would have made the last `span` windows faster.
 
-        None if no gain is certain. The second value is the ranks' ratios of measured to predicted
-        compute time.
+        The result has the shares, the ranks' factors (measured divided by predicted compute time)
+        and the relative gain. Returns None if no gain is certain.
         """
-        # The result also has the ranks' factors and the relative gain. A factor is measured /
-        # predicted compute time. The gain over the last `span` windows must reach `_needed_gain`.
-        # There must also be a gain in each of the last two windows, and in at least three quarters
-        # of all.
+        # The gain over the last `span` windows must reach `_needed_gain`. There must also be a gain
+        # in each of the last two windows, and in at least three quarters of all.
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
         rest_s = median(each.rest_s for each in recent)
@@ -416,7 +422,7 @@ class Rebalancer:
         return shares, factors, gain
 
     def _solve_for_shares(self, factors: Sequence[float]) -> tuple[int, ...] | None:
-        """Return the fastest shares for the ranks' present speeds; None if none fit in memory.
+        """Return the fastest shares for the ranks' present speeds, or None if none fit in memory.
 
         `factors` are the ranks' measured compute times divided by the predicted ones.
         """
@@ -428,14 +434,13 @@ class Rebalancer:
     def _needed_gain(
         self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float
     ) -> float:
-        """Return how large a gain must be to change the shares, as a fraction.
+        """Return the smallest gain for which the shares are changed, as a fraction.
 
-        Noisier measurements need more, and more windows (`span`) need less.
+        It rises with the noise of the measurements, and falls with the number of windows, `span`.
+        `factors` times `seconds` are the ranks' compute times, and `rest_s` is the rest of a step.
         """
-        # `factors` times `seconds` are the ranks' compute times, and `rest_s` is the rest of a
-        # step. The minimum gain rises with the variation from one window to the next (noise) and
-        # over many windows (drift). The longer a rank computes in a step, the more its variation
-        # counts.
+        # Noise is the variation from one window to the next, and drift that over many windows. The
+        # longer a rank computes in a step, the more its variation counts.
         own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
         weights = [each / (max(own) + rest_s) for each in own]
         noise: float = max(map(mul, self._noise, weights))
@@ -448,17 +453,18 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """Return how much each rank's speed varies over many windows, compared with the others."""
-        # The result is [] if unknown. This drift is measured in the first `count` windows with the
-        # current shares. If `count` is below 16, the result is the drifts that were measured with
-        # earlier shares.
+        """Return how much each rank's speed drifts over many windows, relative to the other ranks.
+
+        Only the first `count` windows with the current shares are used. If they are fewer than 16,
+        the result is the drifts that were measured with earlier shares, or [] if there are none.
+        """
         if count < FEWEST_DRIFT:
             return self._drifts
         factors = [_relative_to_others(window.factors) for window in list(self._windows)[:count]]
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _estimate_largest_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """Estimate from the curves' slopes the largest gain that any shares can bring."""
+        """Estimate from the slopes of the curves how much any other shares can gain."""
         # The slopes are those at the current shares. `_find_faster_shares` checks this estimate
         # first, because solving for the shares takes far longer.
         own: list[float] = list(map(mul, factors, self._planned))
@@ -474,9 +480,9 @@ class Rebalancer:
         )
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
-    def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """Return True if a rank's share can't shrink or, if `gives` is False, can't grow."""
-        if gives:
+    def _is_stuck(self, rank: int, share: int, shrinks: bool) -> bool:
+        """Return True if a rank's share can't shrink or, with `shrinks` False, can't grow."""
+        if shrinks:
             return share <= self._quantum
         room = self._limited[rank]
         return not room.in_several and share + self._quantum > room.at_once
@@ -484,9 +490,8 @@ class Rebalancer:
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
         """Return how much faster recent windows would have been with new shares, as a fraction.
 
-        `seconds` are the ranks' predicted compute times with the new shares.
+        `seconds` are the ranks' compute times that the curves predict for the new shares.
         """
-        # `seconds` are the new shares' times by rank. The curves predict these times.
         rest = math.fsum(window.rest_s for window in windows)
         before, after = (
             rest + math.fsum(max(map(mul, window.factors, some)) for window in windows)
@@ -511,14 +516,13 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain_change(self, factors: tuple[float, ...], span: int) -> str:
-        """Return why the shares change: usually a device whose speed has changed.
+        """Return the reason for a change of shares: usually a device whose speed has changed.
 
         `factors` are the ranks' measured compute times in the last `span` windows, divided by the
         predicted ones.
         """
         # If no device's speed has changed, the reason is a device that has been slow from the
-        # start, or one that takes several passes. `factors` are the measured compute times in the
-        # last `span` windows, divided by the predicted ones.
+        # start, or one that takes several passes.
         windows = list(self._windows)
         usual = _medians([window.factors for window in windows[:-span]]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
@@ -551,16 +555,19 @@ def advise(
     shares: Sequence[int],
     own_work_s: Sequence[float],
     step_s: float = 0.0,
-    most: Sequence[int] = (),
+    max_rows: Sequence[int] = (),
     passes: bool = True,
 ) -> Advice | None:
-    """Return faster shares by the ranks' compute times, or None if the gain is below 2 %.
+    """Return shares with which training would be faster, or None if there are none.
 
-    The result is also None if no shares fit in memory.
+    The gain is predicted from the ranks' measured compute times. It must be at least 2 %, and the
+    shares must fit in memory.
 
+    - `curves`: for each device, its step time in seconds as a function of its rows.
+    - `shares`: current rows of each rank.
     - `own_work_s`: compute time of each rank in seconds.
     - `step_s`: time of a step in seconds; 0 if unknown.
-    - `most`: maximum rows per pass of each rank; 0 for no limit.
+    - `max_rows`: maximum rows per pass of each rank; 0 for no limit.
     - `passes`: whether a share may be computed in several passes.
     """
     scaled = [
@@ -568,7 +575,7 @@ def advise(
         for c, own, share in zip(curves, own_work_s, shares, strict=True)
     ]
     found = solve_shares(
-        scaled, sum(shares), most or (0,) * len(shares), passes, choose_quantum(shares)
+        scaled, sum(shares), max_rows or (0,) * len(shares), passes, choose_quantum(shares)
     )
     if found is None:
         return None
@@ -580,16 +587,15 @@ def advise(
 
 
 def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
-    """Return the shares' labels, or () if two shares are on the same device."""
+    """Return the labels of the shares' devices, or () if two shares are on the same device."""
     if len({(share.host, share.device) for share in shares}) < len(shares):
         return ()
     return tuple(share.label for share in shares)
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the rows of which changes of shares are multiples: 8, 4, 2 or 1."""
-    # this quantum is the largest of 8, 4 and 2 that divides all current shares and is at most 1/64
-    # of their mean
+    """Return the quantum of shares: 8, 4, 2 or 1 rows. Shares change by multiples of it."""
+    # the largest that divides all current shares and is at most 1/64 of their mean
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
         quantum //= 2
@@ -597,12 +603,12 @@ def choose_quantum(shares: Sequence[int]) -> int:
 
 
 def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return the median over all windows for each rank."""
+    """Return each rank's median over all windows."""
     return tuple(map(median, zip(*windows, strict=True)))
 
 
 def _relative_to_others(factors: Sequence[float]) -> list[float]:
-    """Return each rank's slowdown relative to the geometric mean of the others' slowdowns."""
+    """Return how slow each rank is, relative to the geometric mean of the other ranks."""
     # A slowdown of all ranks alike is no reason to move rows, and cancels out.
     logs = list(map(math.log, factors))
     others = max(1, len(logs) - 1)
@@ -610,52 +616,47 @@ def _relative_to_others(factors: Sequence[float]) -> list[float]:
 
 
 def _deviation(ratios: Sequence[float]) -> float:
-    """Return the relative standard deviation, estimated robustly from the median deviation."""
+    """Return the relative standard deviation, estimated from the median absolute deviation."""
     middle = median(ratios)
     return 1.483 * median(abs(math.log(each / middle)) for each in ratios)
 
 
 def _common_compute_time(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the compute time that all ranks would have after moving rows to balance them.
+    """Return the compute time of all ranks if rows were moved between them until they are equal.
 
-    `own` are their times now in seconds, and `rates` the rows that each computes per additional
-    second.
+    `own` are the ranks' compute times now in seconds, and `rates` the rows that each rank computes
+    per additional second.
     """
-    # `own` are the ranks' compute times now. A rate is how many rows a rank computes per additional
-    # second.
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 
 def _slope(curve: Curve, share: int) -> float:
-    """Return how many seconds one more row adds to a device's compute time at this share."""
-    # The slope is above 0. This also holds where the curve is level.
+    """Return how many seconds one more row would add to a device's compute time at this share."""
+    # the slope is above 0, even where the curve is level
     rise = (curve.seconds(share) - curve.seconds(NEAR * share)) / ((1 - NEAR) * share)
     return max(rise, curve.seconds(share) / share / 100)
 
 
 def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) -> bool:
-    """Return True if a change of shares undoes at least half of the previous change.
+    """Return True if a change of shares undoes at least half of the change before it.
 
-    The previous change was from `before` to `now`; the new one is from `now` to `then`.
+    The earlier change was from `before` to `now`, and the new one is from `now` to `then`.
     """
-    # the previous change is from `before` to `now`
     made = [b - a for a, b in zip(before, now, strict=True)]
     undone = sum((a - b) * c for a, b, c in zip(now, then, made, strict=True))
     return undone >= REVERSED * sum(each * each for each in made)
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """Return True if a rank's slowdown has gone over half of the way from its usual value.
+    """Return True if a rank's factor has made more than half of a shift from its usual value.
 
-    `shift` is the logarithm of the whole way.
+    `shift` is the logarithm of the ratio of the shifted to the usual value.
     """
-    # the logarithm goes from log(usual) to log(usual) + shift
     return math.log(factor / usual) / shift > 0.5
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """Return True if a curve is the default, proportional to rows, because none was measured."""
-    # such a curve wasn't measured
+    """Return True if a curve wasn't measured, but is the default one, proportional to rows."""
     return curve.batches == (0.0,) and curve.times == (0.0,)
 
 

@@ -16,7 +16,7 @@ _SIGNS = re.compile(  # in error messages of libraries that have no exception ty
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Return True if an error's text says that memory ran out."""
+    """Return True if the text of an error says that memory ran out."""
     return bool(_SIGNS.search(text))
 
 
@@ -30,7 +30,7 @@ class Retreat(msgspec.Struct, frozen=True):
     others_bytes: int  # device memory that other processes hold
 
     def describe(self, device: str) -> str:
-        """Return a line on the retry, with the device's name."""
+        """Return a line of text about the retry. `device` is the device's name."""
         held = (
             f" (others hold {self.others_bytes / 2**30:.0f} GiB)"
             if self.others_bytes >= 2**30
@@ -44,5 +44,5 @@ class Retreat(msgspec.Struct, frozen=True):
 
 
 def print_line(line: str) -> None:
-    """Print a line to standard error in a single write."""
+    """Print a line to standard error in a single write, so that processes don't mix their lines."""
     print(f"{line}\n", end="", file=sys.stderr, flush=True)

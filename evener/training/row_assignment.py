@@ -1,4 +1,4 @@
-"""Assign a global batch's rows of unequal length to ranks and their passes."""
+"""Assign the rows of a batch to ranks and passes if the rows have unequal lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are assigned 
 
 
 class PartialAssignment:
-    """Rows assigned to ranks and passes so far, and when each rank would finish, in seconds."""
+    """The rows assigned to ranks and passes so far.
+
+    `finish` is the time at which each rank would finish these rows, in seconds.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
@@ -30,12 +33,11 @@ class PartialAssignment:
 
 
 class AssignmentSearch:
-    """Searches for a division of a batch's rows among ranks with which all ranks finish early.
+    """Searches for assignments of a batch's rows to ranks that let all ranks finish early.
 
-    `lengths` are the rows' lengths in tokens, the longest first.
+    `lengths` are the rows' lengths in tokens, the longest first. Without `saves_padding`, a rank
+    gets several passes only if its memory requires it.
     """
-
-    # without `saves_padding`, a pass is added only if a rank's memory requires it
 
     def __init__(
         self, lengths: Sequence[int], ranks: Sequence[RankCost], saves_padding: bool
@@ -50,9 +52,9 @@ class AssignmentSearch:
         self._best_cut = self._cut_cheapest(1)
 
     def least_seconds(self) -> float:
-        """Return a time, in seconds, that hardly any assignment can beat."""
-        # The bound is the larger of two times: that of all rows if they could be divided exactly by
-        # the ranks' speeds, and that of the longest row on the fastest rank. It is approximate,
+        """Return about the shortest time in which the batch can be computed, in seconds."""
+        # The estimate is the larger of two times: that of all rows if they could be divided exactly
+        # by the ranks' speeds, and that of the longest row on the fastest rank. It is approximate,
         # because the rows are assumed to be cut into passes as is cheapest on the fastest device.
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
@@ -63,9 +65,8 @@ class AssignmentSearch:
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
         """Return the seconds that each rank would need to compute the first `rows` rows alone.
 
-        Passes end at the row indices in `stops`.
+        `stops` are the row indices at which passes end.
         """
-        # passes end at the row indices `stops`
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
             sum(fixed + (stop - start) * seconds[start] for start, stop in pairwise(cuts))
@@ -73,7 +74,7 @@ class AssignmentSearch:
         ]
 
     def try_all(self) -> Iterator[PartialAssignment]:
-        """Yield complete assignments, which differ in their passes."""
+        """Yield different assignments of all rows. The caller can stop when one is good enough."""
         # Assignments differ in two ways: how the batch is cut into passes, and how much of it is
         # assigned in blocks of consecutive rows. The rest is assigned row by row.
         tried = set[tuple[int, ...]]()
@@ -102,16 +103,15 @@ class AssignmentSearch:
                 yield self._cut_cheapest(price)
 
     def _cut_cheapest(self, price: float) -> list[int]:
-        """Return where passes end if the batch is cut at the lowest cost.
+        """Return the end indices of the passes into which the batch can be cut at the lowest cost.
 
-        A higher `price` of a pass gives fewer passes.
+        `price` is a factor for the fixed time of a pass; a higher one gives fewer passes.
         """
-        # A higher `price` of a pass gives fewer passes. Passes are runs of consecutive rows. The
-        # cost is the time that the fastest device would take for all runs, but with the fixed time
-        # of a pass multiplied by `price`. For a given start of the last run, the total cost is a
-        # linear function of the run's end: a line. A later start gives a flatter line. Therefore
-        # the lowest line is only searched forward, and lines that are never the lowest are dropped
-        # (the convex hull trick).
+        # Passes are runs of consecutive rows. The cost is the time that the fastest device would
+        # take for all runs, with the fixed time of a pass multiplied by `price`. For a given start
+        # of the last run, the total cost is a linear function of the run's end: a line. A later
+        # start gives a flatter line. Therefore the lowest line is only searched forward, and lines
+        # that are never the lowest are dropped (the convex hull trick).
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
         lines: list[_Line] = []
@@ -134,8 +134,8 @@ class AssignmentSearch:
 
     def _list_places(self) -> Iterator[int]:
         """Yield the row indices at which a pass may end."""
-        # The last index is the batch's end. So that there are few indices, the row at each is at
-        # least 3 % shorter than at the previous one.
+        # To keep their number small, the row at each index is at least 3 % shorter than the one at
+        # the previous index. The last index is the batch's end.
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
             if length <= next_length and row:
@@ -144,12 +144,12 @@ class AssignmentSearch:
         yield len(self._lengths)
 
     def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
-        """Assign the first `rows` rows, each rank getting consecutive ones.
+        """Assign the first `rows` rows in blocks, so that each rank gets consecutive rows.
 
-        Returns None if they don't fit in the ranks' memory.
+        A new pass begins at each row index in `stops`. Returns None if the rows don't fit in the
+        ranks' memory.
         """
-        # The first `rows` rows are given. A new pass begins at each index in `stops`. All ranks
-        # must finish within the same time limit; bisection finds the shortest one.
+        # All ranks must finish within the same time limit; bisection finds the shortest one.
         if not rows:
             return PartialAssignment(len(self._ranks))
         low = 1 / sum(1 / each for each in self._seconds_alone(stops, rows))
@@ -166,13 +166,12 @@ class AssignmentSearch:
     def _fill_blocks(
         self, rows: int, stops: Sequence[int], limit: float
     ) -> PartialAssignment | None:
-        """Assign the first `rows` rows so that each rank finishes within `limit` seconds.
+        """Assign the first `rows` rows in blocks, so that each rank finishes in `limit` seconds.
 
-        Each rank gets consecutive rows. Returns None if that isn't possible.
+        Each rank gets consecutive rows. It begins a new pass at each row index in `stops`, and
+        where its memory requires it. Returns None if the ranks can't finish in time.
         """
-        # These are the first `rows` rows. One rank after another is filled. A rank is full when the
-        # next row would exceed `limit` seconds. It begins a new pass at each row index in `stops`,
-        # and where its memory requires it.
+        # One rank after another is filled, until the next row would exceed `limit` seconds.
         partial, row, run = PartialAssignment(len(self._ranks)), 0, 0
         for rank in self._by_speed:
             fixed, seconds, finish = self._fixed[rank], self._seconds[rank], 0.0
@@ -193,10 +192,12 @@ class AssignmentSearch:
         return partial if row == rows else None
 
     def _assign_run(self, partial: PartialAssignment, start: int, stop: int) -> None:
-        """Assign rows one by one, each to the rank that finishes it first."""
-        # The rows are from index `start` to `stop`. These rows are called a run. A rank's first row
-        # of the run begins a new pass, and so does a row that exceeds the rank's limits for the
-        # current pass.
+        """Assign the rows from index `start` to `stop` one by one.
+
+        Each row goes to the rank that would finish it first.
+        """
+        # These rows are called a run. A rank's first row of the run begins a new pass, and so does
+        # a row that exceeds the rank's limits for the current pass.
         finish, passes, fixed, seconds = partial.finish, partial.passes, self._fixed, self._seconds
         opened: list[list[int]] = [[] for _ in finish]
         space: list[float] = [0] * len(finish)  # rows that the open pass may still take
@@ -220,8 +221,10 @@ class AssignmentSearch:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """Return when a rank would finish if this row began a new pass; inf if it doesn't fit."""
-        # `finish` is when it finishes without the row. `row` is the row's index.
+        """Return when a rank would finish if a row began a new pass, or inf if the row doesn't fit.
+
+        `row` is the row's index, and `finish` is when the rank finishes without it.
+        """
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
 
@@ -234,7 +237,7 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """Return True if one of three lines, the middle one by slope, is nowhere below both others."""
+    """Return True if the second of three lines, sorted by slope, is nowhere below both others."""
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (
         steeper[0] - flatter[0]
     )
@@ -249,10 +252,11 @@ Passes = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class RowAssignment(msgspec.Struct, frozen=True):
-    """Rows of each rank's passes, with each rank's predicted seconds and token counts.
+    """The assignment of a batch's rows to ranks and passes.
 
-    `padded` counts tokens with padding, `tokens` without. `passes` lists, for each rank and pass,
-    the indices of its rows in the batch.
+    `passes` lists, for each rank and pass, the indices of its rows in the batch. `seconds` are the
+    ranks' predicted compute times. `tokens` and `padded` are each rank's numbers of tokens without
+    and with padding.
     """
 
     passes: Passes
@@ -262,17 +266,17 @@ class RowAssignment(msgspec.Struct, frozen=True):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each rank."""
+        """The number of rows of each rank."""
         return tuple(sum(map(len, own)) for own in self.passes)
 
     @property
     def in_passes(self) -> bool:
-        """True if a rank has several passes."""
+        """True if any rank has several passes."""
         return any(len(own) > 1 for own in self.passes)
 
 
 class RowAssigner(msgspec.Struct, frozen=True):
-    """Divides batches whose rows have unequal lengths among the ranks.
+    """Divides batches among the ranks if their rows have unequal lengths.
 
     The result depends only on the rows' lengths, so it is the same on every rank.
     """
@@ -282,10 +286,10 @@ class RowAssigner(msgspec.Struct, frozen=True):
     saves_padding: bool = True  # adds passes to save padding; if False, only limits add passes
 
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
-        """Assign the rows of a batch to ranks and passes, so that all ranks finish together.
+        """Assign a batch's rows to ranks and passes, so that all ranks finish together.
 
         `lengths` are the rows' lengths in tokens. Each rank gets at least one row if there are
-        enough.
+        enough rows.
         """
         # If all rows are equally long, they are assigned in their order, by the ratios of the
         # shares. Otherwise they are sorted first, to put rows of similar length into a pass: a pass
@@ -308,8 +312,8 @@ class RowAssigner(msgspec.Struct, frozen=True):
     def check(self, lengths: Sequence[int], rows: int) -> None:
         """Check the lengths of all rows of the data.
 
-        Raises RequestError if their number isn't `rows`, one is negative, or a row fits on no
-        device.
+        Raises RequestError if there aren't `rows` lengths, if one is negative, or if the longest
+        row fits on no device.
         """
         if len(lengths) != rows:
             raise RequestError(
@@ -357,9 +361,10 @@ class RowAssigner(msgspec.Struct, frozen=True):
 def make_row_assigner(
     batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]
 ) -> RowAssigner:
-    """Return the RowAssigner for the ranks' shares of a plan.
+    """Return a RowAssigner for the ranks of a plan.
 
-    `batches` and `micros` are the ranks' rows per step and per pass.
+    `batches` and `micros` are the ranks' rows per step and per pass. `shares` are the plan's
+    shares, with the measured costs of rows if the plan has them.
     """
     # If the plan has no costs, each rank's tokens/s are assumed to be proportional to its rows in a
     # full batch. The cost of a further pass is then unknown, so a rank computes as few passes as
@@ -376,7 +381,7 @@ def make_row_assigner(
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:
-    """Change the assignment in place so that each rank has at least one row."""
+    """Change the assignment in place so that every rank has a row, if there are enough rows."""
     # The shortest row among all ranks with several rows is moved.
     for own in passes:
         givers = [each for each in passes if sum(map(len, each)) > 1]

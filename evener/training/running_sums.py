@@ -1,4 +1,4 @@
-"""Totals of step times over a whole training run and over its recent steps."""
+"""Total times of a rank's steps, over all steps and over recent ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FEWEST_BINS, ERRORS = 4, 2.4
 class RunningSums:
     """Adds up the times of a rank's steps in seconds, over all steps and over recent ones."""
 
-    # Steps are grouped into bins of about a second; the differences between bins show how precise
+    # Steps are grouped into bins of about a second. The differences between bins show how precise
     # the means are.
 
     def __init__(self) -> None:
@@ -35,15 +35,15 @@ class RunningSums:
 
     @property
     def whole(self) -> StepSums:
-        """Totals over all steps."""
+        """The total times of all steps."""
         return StepSums(int(self._now[0]), *self._now[1:])
 
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
         """Add the times of one step, or of a part of one, in the order of StepSums' fields.
 
-        The first field, the number of steps, is 0 if the step hasn't ended. `seconds` is the total
-        of the times. `own_s` is the duration that `take_quick` uses, by default `seconds`; give it
-        if the times were scaled up for steps that weren't timed.
+        The first field, the number of steps, is 0 if the step hasn't ended. `seconds` is the sum of
+        the times. If the times were scaled up for steps that weren't timed, `own_s` is the duration
+        of the timed step, which `take_quick` uses.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
@@ -59,22 +59,25 @@ class RunningSums:
                 self._ends.popleft()
 
     def take_quick(self) -> float:
-        """Return the 5th percentile of the step times since the last call, in seconds.
+        """Return the 5th percentile of the times of the steps since the last call, in seconds.
 
         Returns 0 if there were no steps.
         """
-        # The fastest steps were disturbed neither by other programs nor by a checkpoint.
+        # the fastest steps were disturbed neither by other programs nor by a checkpoint
         steps = sorted(self._last_s)
         self._last_s.clear()
         return steps[int(QUICK_PART * len(steps))] if steps else 0.0
 
     def recent(self) -> StepSums:
-        """Return the totals over recent steps: at least 25 steps and ten seconds, if available."""
+        """Return the total times of recent steps.
+
+        These are at least 25 steps and ten seconds, if training has taken that long.
+        """
         return self.whole.minus(self._ends[0])
 
     def errors(self) -> StepSums:
-        """Return error margins of the mean times per step over recent steps."""
-        # The margin is half of the 95 % interval, estimated from the differences between bins of
+        """Return the error margins of the mean times of recent steps, in seconds per step."""
+        # A margin is half of the 95 % interval, estimated from the differences between bins of
         # steps. With fewer than FEWEST_BINS bins, it is half of each mean.
         bins = [after.minus(before) for before, after in pairwise(self._ends)]
         bins = [each for each in bins if each.steps]

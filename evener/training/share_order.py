@@ -1,4 +1,4 @@
-"""Match the ranks of a training run with the shares of its plan."""
+"""Find each rank's share in the plan of a training run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..shares.whole_rows import apportion, check_ratios
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """Properties of a rank that all ranks exchange before training."""
+    """What a rank reports about itself to all other ranks before training."""
 
     machine: str  # its host name, for messages
     # the host's name in the plan; empty if the plan has no hosts, or not this machine
@@ -29,9 +29,9 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 def check_agreement(ranks: Sequence[RankInfo]) -> None:
-    """Check that all ranks have the same plan and options.
+    """Check that all ranks use the same plan and the same options.
 
-    Raises PlanError or RequestError, with the same message on every rank.
+    Raises PlanError or RequestError if they don't, with the same message on every rank.
     """
     for rank, info in enumerate(ranks):
         if info.fault:
@@ -57,9 +57,9 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
 
 
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
-    """Return the index in `active` of each rank's share.
+    """Return, for each rank, the index in `active` of its share.
 
-    Raises PlanError if a rank has no share, or two ranks have the same.
+    Raises PlanError if a rank has no share, or if two ranks have the same one.
     """
     # Ranks are matched to shares by device. If no rank's device is in the plan, they are matched by
     # host and local rank, or by rank if the shares name no hosts.
@@ -72,12 +72,11 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
 
 
 def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
-    """Check that each rank has a share of its own, and return `places`.
+    """Check that each rank has a share of its own, and return the indices of the shares.
 
-    `places` has the index in `active` of each rank's share. Raises PlanError if one is None, or two
-    ranks have the same.
+    `places` has the index in `active` of each rank's share. Raises PlanError if a rank has none, or
+    if two ranks have the same one. The message is the same on every rank.
     """
-    # the error's message is the same on every rank
     for rank, place in enumerate(places):
         if place is None:
             raise PlanError(
@@ -98,7 +97,7 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index of the share on this rank's device, or None."""
+    """Return the index in `active` of the share on a rank's device, or None if there is none."""
     # If the device's name is unknown, the plan's GPUs that the process can see are counted: local
     # rank 0 has the first, local rank 1 the second. A process that sees only one GPU has that one.
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
@@ -111,12 +110,10 @@ def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
 
 
 def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index of a rank's share by its host and local rank, or None.
+    """Return the index in `active` of a rank's share, found by its host and local rank.
 
-    Raises PlanError if the rank's host isn't in the plan.
+    Returns None if its host has too few shares. Raises PlanError if the host isn't in the plan.
     """
-    # The result is an index in `active`. The local rank is an index into the shares of the
-    # process's host. The share is missing if that host has too few.
     if not any(share.host == info.host for share in active):
         hosts = ", ".join(dict.fromkeys(share.host for share in active))
         raise PlanError(
@@ -130,10 +127,10 @@ def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
 def divide_by_ratios(
     ratios: Sequence[float] | None, global_batch: int | None, world: int
 ) -> tuple[int, ...]:
-    """Return the ranks' shares of a global batch, equal if `ratios` is None.
+    """Divide a global batch among the ranks by `ratios`, or equally if they are None.
 
-    Raises RequestError without a global batch or for invalid ratios, and PlanError for a global
-    batch with fewer rows than ranks.
+    `world` is the number of ranks. Returns the rows of each rank. Raises RequestError if there is
+    no global batch or the ratios are invalid, and PlanError if the batch has fewer rows than ranks.
     """
     # ratios are valid if there are `world` of them and all are above 0
     if global_batch is None:

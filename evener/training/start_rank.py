@@ -1,4 +1,4 @@
-"""Start one rank: `python -m evener.training.start_rank` replaces itself by the script."""
+"""Start one rank: `python -m evener.training.start_rank` replaces itself with the script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 
 
 def main() -> None:
-    """Apply this rank's settings, and execute the script or program."""
+    """Apply the settings of this process's rank, and execute the script or program."""
     # This process's entry in EVENER_STARTS sets environment variables, cores and output files. It
     # may also make ranks other than 0 wait until rank 0 releases them.
     starts = json.loads(os.environ.pop(STARTS))
@@ -40,10 +40,12 @@ def main() -> None:
 
 
 def _count_restarts(folder: str) -> dict[str, str]:
-    """Return the number of restarts on all hosts as environment variables, and print a message."""
-    # The result has environment variables. It is {} if PyTorch's agent doesn't restart ranks. The
-    # agent counts only restarts that processes of its own host caused. Therefore each start is also
-    # recorded in a file in `folder`.
+    """Count the restarts of training on all hosts, and print a message after a restart.
+
+    Returns environment variables with the number, or {} if PyTorch's agent doesn't restart ranks.
+    """
+    # The agent counts only restarts that processes of its own host caused. Therefore each start is
+    # also recorded in a file in `folder`.
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return {}
     own, most = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]

@@ -1,8 +1,8 @@
 """Find the bottlenecks of training from the ranks' measured step times.
 
 The straggler, the last rank to reach the gradient exchange, determines the time of a step. A part
-of the step that takes about as long on every rank slows the whole run. A part that is long on one
-rank costs the time for which the others wait.
+of the step that takes about as long on every rank slows the whole run. A part that takes long on
+only one rank costs the time for which the other ranks wait.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ IN_KERAS = {
 
 
 class MeasuredRank(NamedTuple):
-    """One rank's step times, rows and memory limit, from which bottlenecks are found.
+    """The measurements of one rank from which bottlenecks are found.
 
     Times are in seconds; 0 is unknown.
     """
@@ -90,7 +90,7 @@ class MeasuredRank(NamedTuple):
 
 
 class TrainingAnalysis(NamedTuple):
-    """Where a training run spends its time: mean steps, bottlenecks, and faster shares if any."""
+    """What a training run spends its time on, and faster shares if there are any."""
 
     step_s: float  # mean
     steps: tuple[RankStep, ...]  # of each rank, in five parts
@@ -99,12 +99,12 @@ class TrainingAnalysis(NamedTuple):
 
 
 def judge_training(
-    ranks: Sequence[MeasuredRank], whole: bool = True, competitors: str = ""
+    ranks: Sequence[MeasuredRank], complete: bool = True, competitors: str = ""
 ) -> TrainingAnalysis:
     """Find out what slows a training run, and whether other shares would be faster.
 
-    Shares are recommended only if `whole` is True, that is if all ranks are given. `competitors`
-    names other programs that use the CPU cores. `step_s` of the result is 0 if no times are known.
+    `complete` is True if `ranks` has all ranks; otherwise no shares are recommended. `competitors`
+    names other programs that use the CPU cores. In the result, `step_s` is 0 if no times are known.
     """
     steps = tuple(
         divide_steps([rank.sums for rank in ranks], [rank.least_waiting_s for rank in ranks])
@@ -116,13 +116,13 @@ def judge_training(
     unequal = _find_unequal_work(ranks, steps, step_s)
     advice = None
     if unequal is not None:
-        advice = advise_shares(ranks, step_s) if whole else None
+        advice = advise_shares(ranks, step_s) if complete else None
         parts.append(_with_advice(unequal, advice, step_s))
     return TrainingAnalysis(step_s, steps, find_limits(step_s, parts), advice)
 
 
 def _find_step_seconds(steps: Sequence[RankStep]) -> float:
-    """Return the mean time of a step in seconds, 0 if unknown."""
+    """Return the mean time of a step in seconds, or 0 if it is unknown."""
     # A step takes equally long on all ranks, because they wait for each other. Waits are timed in
     # only some of the steps, so a long wait in a single step may be missed. Therefore the ranks
     # that wait least know the duration best.
@@ -136,13 +136,11 @@ def _find_step_seconds(steps: Sequence[RankStep]) -> float:
 def _list_single_parts(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield the parts of a step that may be bottlenecks, such as input or the optimizer.
+    """Yield the parts of a step that may be bottlenecks, except for unequal compute times.
 
-    Unequal compute times of the ranks aren't among them.
+    `steps` are the ranks' mean steps, and `step_s` is the duration of a step. `competitors` names
+    other programs that use the CPU cores.
     """
-    # Unequal work is that of the ranks' unequal compute times. `steps` are the ranks' mean steps,
-    # and `step_s` is the duration of a step. The training needed the cores that the other programs
-    # used.
     found = _Finder(ranks, steps, step_s)
     yield from found.find(LimitKind.INPUT, "input_s", alone=LimitKind.RANK_INPUT)
     yield from found.find(LimitKind.OPTIMIZER, "update_s", spared=HALF)
@@ -154,7 +152,7 @@ def _list_single_parts(
 
 
 class _Finder:
-    """Finds long parts of a step in the totals of the ranks that finish last."""
+    """Finds parts of a step that take long on the ranks that finish last."""
 
     def __init__(
         self, ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
@@ -165,16 +163,15 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield the part of a step that a field of StepSums measures, unless it is short.
+        """Yield the part of a step that a field of StepSums measures, if it takes at least 5 %.
 
-        - `kind`: what to report; `alone` instead, if only one rank has a long part.
+        - `kind`: the kind of bottleneck to report.
         - `name`: the field of StepSums.
         - `spared`: the fraction of the part's time that its remedy saves.
+        - `alone`: the kind to report instead if the part takes long on only one rank.
         """
-        # The StepSums field `name` measures the part, and a remedy saves the fraction `spared` of
-        # it. A part below 5 % of a step is short. Only one rank has the part if another rank needs
-        # less than half as long; its kind is then `alone`, unless that is None. A remedy then saves
-        # at most the time that the others wait for that rank.
+        # The part is long on only one rank if another rank needs less than half as long. A remedy
+        # then saves at most the time that the others wait for that rank.
         means = [rank.sums.mean(name) for rank in self._ranks]
         place = max(self._last, key=means.__getitem__)
         seconds = means[place]
@@ -210,31 +207,34 @@ class _Finder:
         )
 
     def _find_lead(self, place: int) -> float:
-        """Return how many seconds longer in each step a rank is busy than any other rank.
+        """Return how many seconds longer in each step a rank is busy than the next busiest rank.
 
-        `place` is the rank's index.
+        `place` is the rank's index. The result is negative if another rank is busy longer.
         """
-        # The result is negative if another rank is busy longer. Busy times show this better than
-        # measured waits, which may miss a long wait in a single step, because waits are timed in
-        # only some of the steps. Files and validation are timed in all steps.
+        # Busy times show this better than measured waits, which may miss a long wait in a single
+        # step, because waits are timed in only some of the steps. Files and validation are timed in
+        # all steps.
         busy_s = [step.input_s + step.own_work_s + step.between_s for step in self._steps]
         others = [seconds for other, seconds in enumerate(busy_s) if other != place]
         return busy_s[place] - max(others)
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return an error margin, in seconds, for how a remedy changes the rest of a step."""
-    # The remedy removes `seconds` from `step_s`. The margin is half of the 95 % interval. The rest
-    # of the step may take more or less time than before.
+    """Return the error margin for the rest of a step from which a remedy removes `seconds`.
+
+    The margin is in seconds.
+    """
+    # The margin is half of the 95 % interval. The rest of the step may take more or less time than
+    # before.
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """Return the indices of the stragglers: ranks that hardly wait for others in a step.
+    """Return the indices of the stragglers: the ranks that wait for others hardly or not at all.
 
-    `step_s` is the duration of a step in seconds.
+    `steps` are the ranks' mean steps, and `step_s` is the duration of a step in seconds.
     """
-    # these are the ranks that wait at most 5 % of a step longer than the rank that waits least
+    # they wait at most 5 % of a step longer than the rank that waits least
     least_s = min(step.waiting_s for step in steps)
     return [
         place
@@ -246,9 +246,9 @@ def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
 def _find_exchange(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> Iterator[StepPart]:
-    """Yield the all-reduce of gradients as a part of the step, if it takes long."""
-    # At least 10 % of a step is long. Only the time after the last gradient counts: an exchange
-    # during the computation costs no time.
+    """Yield the all-reduce of gradients as a part of the step, if it takes at least 10 % of it."""
+    # Only the time after the last gradient counts: an exchange during the computation costs no
+    # time.
     if len(ranks) < 2:
         return
     seconds = min(step.exchange_s for step in steps)
@@ -266,9 +266,10 @@ def _find_exchange(
 def _find_host_waits(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield waits for the host: for CPU cores, for kernel launches, or in the user's own code."""
-    # A part is one of three waits: for cores, for the start of kernels, or for the training's own
-    # code on the CPU. The last ranks are those that finish last.
+    """Yield the parts of a step in which a rank waits for its host.
+
+    It may wait for CPU cores, for kernels to start, or for the user's own code.
+    """
     last = list_last(steps, step_s)
     place = max(last, key=lambda each: ranks[each].starved)
     starved_s = ranks[place].starved * step_s
@@ -304,14 +305,14 @@ def _find_host_waits(
 def _wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
 ) -> float:
-    """Return how many seconds a rank waits in each step for other ranks that lack CPU cores.
+    """Return how many seconds of each step a rank waits for other ranks that lack CPU cores.
 
-    `place` is the rank's index.
+    `step` is the rank's mean step, and `place` the rank's index. The result is 0 if any rank has
+    enough cores.
     """
-    # The result is in seconds per step, and 0 if any rank has enough cores. The rank waits for
-    # other ranks: if all lack cores, each rank is the last one in some steps, and the others wait
-    # for it. A rank may also be starved while it waits; that time is already counted as starved. So
-    # the result is at most the rest of a step after starved time, computing and the exchange.
+    # If all ranks lack cores, each is the last one in some steps, and the others wait for it. A
+    # rank may also be starved while it waits; that time is already counted as starved. So the
+    # result is at most the rest of a step after starved time, computing and the exchange.
     if not all(rank.starved >= LEAST_SHARE for rank in ranks):
         return 0.0
     sums = ranks[place].sums
@@ -324,9 +325,9 @@ def _wait_for_starved(
 def _find_unequal_work(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return how much time a step loses because ranks compute for unequal times.
+    """Return the part of a step that is lost because the ranks' compute times are unequal.
 
-    None if the loss is small or within noise.
+    Returns None if the loss is small or within noise.
     """
     # The lost time is the compute time of the slowest rank, minus the time in which all ranks would
     # finish together. The result is None if this difference, or the longest wait of another rank,
@@ -346,8 +347,7 @@ def _find_unequal_work(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the compute time, in seconds, that all ranks would have with balanced shares."""
-    # balanced shares match the ranks' speeds
+    """Return the ranks' compute time, in seconds, if shares were proportional to their speeds."""
     shares = [rank.share or 1 for rank in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
     total = math.fsum(rates)
@@ -355,7 +355,10 @@ def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
-    """Add recommended shares, as the remedy, to the time lost by unequal work."""
+    """Return the time lost by unequal work, with the recommended shares as its remedy.
+
+    Without a recommendation, the part is returned unchanged.
+    """
     if advice is None:
         return part
     without_s = step_s / (1 + advice.gain)
@@ -392,9 +395,10 @@ def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None
 
 
 def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
-    """Return the devices' step times by rows.
+    """Return, for each rank, its device's step time as a function of rows.
 
-    If a reported curve is missing or implausible, step times proportional to rows are used.
+    If a curve that a rank has reported is missing or implausible, step times are assumed to be
+    proportional to rows.
     """
     # Curves come from other processes' reports, so they aren't trusted.
     shares = [rank.share for rank in ranks]
@@ -404,7 +408,6 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 
 def _is_plausible(seconds: float) -> bool:
-    """Return True if a reported compute time, in seconds, is plausible."""
-    # A plausible time is from a microsecond to about a day. Other processes report the time, and
-    # their reports may be wrong.
+    """Return True if a reported compute time is between a microsecond and about a day."""
+    # other processes report the time, and their reports may be wrong
     return LEAST_WORK_S < seconds < MOST_WORK_S

@@ -1,13 +1,13 @@
-"""Compare a training run's step times under its first and its last shares.
+"""Compare the step times of a training run with its first shares and with its last shares.
 
 Only undisturbed steps count. The first steps with new shares (warm-up) are disturbed, because
 libraries choose kernels and the memory allocator grows. Steps in which evener checks the loss or
 memory runs out are disturbed, too. Steps are called faster or slower only if the whole 95 %
 interval of the gain is at least 2 % away from 0.
 
-Devices may have become faster or slower in the meantime. Therefore the compute time (own work) at
-the end is used to compute how long steps with the first shares would take now. If that differs too
-much from the time that they took at first, the step times can't be compared.
+Devices may have become faster or slower in the meantime. Therefore, the compute times (own work) at
+the end are used to predict how long steps with the first shares would take now. If that differs too
+much from how long they took at first, the step times can't be compared.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"
 
 
 class ShareTimes(msgspec.Struct, frozen=True):
-    """Median times of one rank's steps during which the shares stayed the same, in seconds.
+    """Median times of one rank's steps with certain shares, in seconds.
 
-    0 stands for an unknown time.
+    Unknown times are 0.
     """
 
     shares: tuple[int, ...]  # of every rank
@@ -45,9 +45,9 @@ class ShareTimes(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """How much faster steps are with the last shares than with the first.
+    """How much faster steps are with the last shares than with the first shares.
 
-    `low` and `high` bound the 95 % interval of the gain.
+    `low` and `high` are the bounds of the gain's 95 % interval.
     """
 
     outcome: Outcome
@@ -57,7 +57,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class _ShareSpan:
-    """One rank's step times during a time in which the shares stayed the same."""
+    """One rank's step times in a period in which the shares didn't change."""
 
     def __init__(self, shares: tuple[int, ...], steps: int = 0) -> None:
         self.shares, self.steps = shares, steps
@@ -80,7 +80,7 @@ class _ShareSpan:
 
 
 class StepRecord:
-    """Records a rank's step times with the first and with the last shares."""
+    """Records a rank's step times with the first shares and with the last ones."""
 
     def __init__(self) -> None:
         self.changes = 0  # number of changes since the first shares that had enough steps
@@ -91,9 +91,9 @@ class StepRecord:
     def add(
         self, shares: tuple[int, ...], own_work_s: float, step_s: float, disturbed: bool
     ) -> None:
-        """Add a step's compute time and duration in seconds, NaN if unknown.
+        """Add a step's compute time and its whole duration in seconds; NaN if unknown.
 
-        `disturbed` marks a step that was slow for another reason, such as a checkpoint.
+        `disturbed` says that the step was slow for some other reason, such as a check of the loss.
         """
         # a disturbed step counts only if there are too few others
         if self._now is None or shares != self._now.shares:
@@ -116,22 +116,28 @@ class StepRecord:
 
     @property
     def first(self) -> ShareTimes | None:
-        """This rank's times with the first shares that had enough steps; None before any step."""
+        """This rank's times with the first shares that had at least five undisturbed steps.
+
+        If none had, these are the times with the current shares. None before any step.
+        """
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
 
     @property
     def last(self) -> ShareTimes | None:
-        """This rank's times with the last shares that had enough steps; None before any step."""
+        """This rank's times with the last shares that had at least five undisturbed steps.
+
+        If none had, these are the times with the current shares. None before any step.
+        """
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
 
 
 def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparison:
-    """Compare the speed of training with its last shares to the speed with its first.
+    """Compare the speed of training with the last shares to its speed with the first shares.
 
-    Both arguments have each rank's times. The result is "not comparable" if the devices' own speed
-    has changed.
+    `first` and `last` have the times of each rank. The outcome is "not comparable" if the speed of
+    the devices themselves has changed.
     """
     # the gain is computed from the first rank's steps, because all ranks have the same step time
     before, after = first[0], last[0]
@@ -151,8 +157,8 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 
 
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
-    """Return the gain that is expected from the ranks' compute times, or None if one is unknown."""
-    # The time of steps with the first shares is computed from the newest compute times. They are
+    """Return the gain that the ranks' compute times predict, or None if one of them is unknown."""
+    # The time of steps with the first shares is predicted from the newest compute times. These are
     # assumed to be proportional to the rows, and the rest of a step's time to be the same.
     now, then = [], []
     for rank, metrics in enumerate(last):
@@ -165,10 +171,12 @@ def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTime
 
 
 def _error(steps: Sequence[float]) -> float:
-    """Return the standard error of the median step time in seconds."""
-    # Consecutive steps are correlated, so each group of TOGETHER steps counts as a single step.
+    """Return the standard error of the median step time in seconds.
+
+    Returns 0 if there are too few steps.
+    """
+    # consecutive steps are correlated, so each group of TOGETHER steps counts as a single step
     if len(steps) < FEWEST_STEPS:
-        # too few steps
         return 0.0
     low, _, high = quantiles(steps)
     deviation = (high - low) / 1.349

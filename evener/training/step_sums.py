@@ -1,9 +1,9 @@
 """Times of training steps, added up by activity.
 
 A step consists of loading input, computing, waiting for other ranks, the all-reduce of gradients,
-and the time until the next batch. A single rank can't distinguish waiting from the all-reduce, so
-`divide_steps` compares all ranks. Totals are kept rather than medians, so that rare work such as a
-checkpoint counts too.
+and the time until the next batch. From the times of one rank alone, waiting and the all-reduce
+can't be separated, so `divide_steps` compares all ranks. Totals are used rather than medians, so
+that rare work such as a checkpoint counts too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Steps = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class StepSums(msgspec.Struct, frozen=True):
-    """Total seconds of a rank's steps by activity."""
+    """Total times of a rank's steps in seconds, by activity."""
 
-    # These fields don't overlap. `idle_input_s` and `idle_own_s` are already contained in `input_s`
+    # The fields don't overlap, except that `idle_input_s` and `idle_own_s` are parts of `input_s`
     # and `own_work_s`.
 
     steps: Steps = 0
@@ -38,37 +38,37 @@ class StepSums(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """Total seconds of the steps."""
+        """Total time of the steps in seconds."""
         work_s = self.input_s + self.own_work_s + self.meeting_s + self.undivided_s
         return work_s + self.all_between_s
 
     @property
     def all_between_s(self) -> float:
-        """Total seconds from the end of the gradient exchange to the next step."""
+        """Total time from the end of a gradient exchange to the next step, in seconds."""
         return self.update_s + self.files_s + self.validation_s + self.between_s
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step in seconds, 0 without steps."""
+        """Mean time of a step in seconds, or 0 without steps."""
         return self.seconds / self.steps if self.steps else 0.0
 
     def mean(self, name: str) -> float:
-        """Return the mean of a field per step in seconds, 0 without steps."""
+        """Return a field's mean per step in seconds, or 0 without steps."""
         return float(getattr(self, name)) / self.steps if self.steps else 0.0
 
     def plus(self, other: StepSums) -> StepSums:
-        """Return the totals of both added up."""
+        """Return the sum of both totals."""
         mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
         return StepSums(*(one + more for one, more in zip(mine, others, strict=True)))
 
     def minus(self, earlier: StepSums) -> StepSums:
-        """Return the totals since `earlier`, with no field below 0."""
+        """Return the difference to earlier totals, with no field below 0."""
         mine, before = msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)
         return StepSums(*(max(0, one - less) for one, less in zip(mine, before, strict=True)))
 
 
 class RankStep(NamedTuple):
-    """Breakdown of a rank's mean step, in seconds."""
+    """How a rank spends its mean step, in seconds."""
 
     input_s: float
     own_work_s: float  # includes `undivided_s`
@@ -78,14 +78,14 @@ class RankStep(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Duration of the step in seconds."""
+        """Duration of the whole step in seconds."""
         return sum(self)
 
 
 def divide_steps(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
-    """Return a breakdown of each rank's mean step that separates waiting from the all-reduce.
+    """Divide each rank's mean step into its parts, with waiting separate from the all-reduce.
 
-    `least_meeting_s` are the ranks' shortest times from their own last gradient to the end of the
+    `least_meeting_s` has, for each rank, the shortest time from its last gradient to the end of the
     all-reduce, in seconds.
     """
     # The smallest of these times counts as the exchange of every rank, because even the last rank

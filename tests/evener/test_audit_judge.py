@@ -207,7 +207,7 @@ def _at(step: int, **options: bool) -> Audits:
     [
         ({}, Action.REFUSE, Action.WARN),
         ({"strict": True}, Action.REFUSE, Action.REFUSE),
-        ({"evens": True}, Action.GO_EVEN, Action.GO_EVEN),
+        ({"makes_even": True}, Action.GO_EVEN, Action.GO_EVEN),
     ],
 )
 def test_early_differences_act_at_once_and_late_ones_are_confirmed(

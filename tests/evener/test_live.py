@@ -262,7 +262,7 @@ def test_where_no_step_ends_a_process_says_what_it_is_at(
     monkeypatch.setattr(live, "LATE_SECONDS", 0.1)
     monkeypatch.setattr(live, "INTERVAL_SECONDS", 0.0)
     at: list[Any] = [(3, "sum")]
-    reporter = Reporter(now=lambda: at[0])
+    reporter = Reporter(activity=lambda: at[0])
     reporter.report(8, workload="w")
     reporter.report(8, workload="w")
     (first,) = read_trainings()

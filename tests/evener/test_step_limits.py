@@ -136,7 +136,7 @@ def test_unequal_work_has_the_gain_of_the_shares_that_are_advised() -> None:
     assert limit.gain == pytest.approx(found.advice.gain)
     assert " + ".join(map(str, found.advice.shares)) in limit.remedy
     assert found.advice.shares[0] == pytest.approx(128 * 2 / 3, abs=2)
-    assert judge_training([quick, slow], whole=False).advice is None
+    assert judge_training([quick, slow], complete=False).advice is None
 
 
 def test_a_step_takes_as_long_as_on_the_rank_that_waits_least() -> None:

@@ -178,7 +178,7 @@ def train(
         window_steps = int(min(max(FEWEST_STEPS, WINDOW_SECONDS / middle_s), MOST_STEPS))
         for end, own_work_s in windows:
             change = rule.observe(
-                end, own_work_s, shares, fits=fits, step_s=middle_s, fewest=fewest
+                end, own_work_s, shares, fits=fits, step_s=middle_s, min_windows=fewest
             )
             if change is not None:
                 coming = step + 2 + ahead, change.shares
