@@ -1,4 +1,4 @@
-"""Launch one training run on all hosts of a plan, through Ray."""
+"""Launch a training run on all hosts of a plan, through Ray."""
 
 from __future__ import annotations
 
@@ -46,16 +46,22 @@ def launch_on_cluster(
     address: str,
     wait_seconds: float,
     grace_seconds: float = GRACE_SECONDS,
-    more: Sequence[str] = (),
+    extra_options: Sequence[str] = (),
 ) -> int:
-    """Run `command` on every host of the plan at `path`, and return the exit code.
+    """Run `command` on every host of a plan, and return the exit code.
 
-    After a host is lost, the processes on all remaining hosts restart, at most `max_restarts`
-    times. The shares of a lost host go to the others unless Ray can start a new actor there.
-    `address` is the Ray cluster's. `rendezvous` is a HOST:PORT for the first start; None takes a
-    free port of the first host. `more` holds further options of `evener launch`. Times are in
-    seconds. The exit code is 128 plus the signal's number after a signal. Raises EvenerError if
-    training can't start.
+    - `path`: the plan's file.
+    - `max_restarts`: how often the processes may restart after a host is lost. Its shares go to the
+      other hosts, unless Ray can start a new actor on the lost one.
+    - `rendezvous`: HOST:PORT at which the hosts meet in the first start; None for a free port of
+      the first host.
+    - `address`: the Ray cluster's address.
+    - `wait_seconds`, `grace_seconds`: how long the hosts have to join, and the processes to exit
+      after SIGTERM.
+    - `extra_options`: further options of `evener launch`.
+
+    After a signal, the exit code is 128 plus the signal's number. Raises EvenerError if training
+    can't start.
     """
     # the plan, the script and the Python files beside it are sent to each host
     planned = plan = load_plan(path)
@@ -66,7 +72,7 @@ def launch_on_cluster(
     with caught_signals() as caught:
         for attempt in range(max_restarts + 1):
             options = ["--max-restarts", str(max_restarts - attempt), "--wait", f"{wait_seconds:g}"]
-            options += ["--grace", f"{grace_seconds:g}", *more]
+            options += ["--grace", f"{grace_seconds:g}", *extra_options]
             if rendezvous is not None and not attempt:
                 options += ["--rendezvous", rendezvous]
             make = functools.partial(
@@ -98,7 +104,7 @@ def launch_on_cluster(
 
 
 def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
-    """Restart the actors on the lost hosts, and return the hosts on which that failed."""
+    """Start new actors on the lost hosts, and return the hosts on which that failed."""
     gone = set()
     for agent in agents:
         if agent.host in lost and not agent.restart(agent.generation):
@@ -109,7 +115,7 @@ def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
 
 
 def _leave_out_hosts(planned: Plan, agents: Sequence[Agent]) -> Plan:
-    """Return the plan with the rows of all other hosts moved to the hosts of `agents`."""
+    """Return the plan for the hosts of `agents` only. They also get the rows of the other hosts."""
     left = {agent.host for agent in agents}
     others = [share for share in planned.layout.share if share.host not in left]
     return leave_out(planned, {(share.host, share.device) for share in others})
@@ -123,9 +129,12 @@ def _train_once(
     caught: Sequence[int],
     end_seconds: float,
 ) -> tuple[int, set[str]]:
-    """Start a launch on each host, and wait until all have ended."""
-    # Return the exit code and the names of the lost hosts. `make` creates a HostLaunch on a host. A
-    # signal in `caught` ends the wait. A launch that doesn't stop within `end_seconds` is killed.
+    """Start `evener launch` on each host, and wait until all have ended.
+
+    `make` creates a HostLaunch on a host. A signal in `caught` ends the wait, and a launch that
+    doesn't stop within `end_seconds` is killed. Returns the exit code and the names of the lost
+    hosts.
+    """
     parts: list[RemoteLaunch] = []
     lost: set[str] = set()
     try:
@@ -149,12 +158,10 @@ def _train_once(
 
 
 class RemoteLaunch:
-    """The launch on one host: prints its output here and keeps its exit code.
+    """The `evener launch` of one host: prints its output here, and keeps its exit code.
 
-    `code` is None while it runs. `lost` is True if the host no longer answered.
+    `code` is None while it runs. `lost` becomes True if the host no longer answers.
     """
-
-    # a thread prints the launch's output
 
     def __init__(self, host: str, training: RemoteObject, end_seconds: float) -> None:
         self._end_seconds = end_seconds
@@ -166,7 +173,7 @@ class RemoteLaunch:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop the launch, wait until its last output is printed, and release it."""
+        """Stop the launch, wait until the rest of its output is printed, and release it."""
         if not self.lost:
             with suppress(HostLostError):
                 self._training.ask("stop", seconds=self._end_seconds + END_SECONDS)
@@ -190,13 +197,13 @@ class RemoteLaunch:
 
 
 def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
-    """Wait until all launches have ended, and return the first exit code other than 0.
+    """Wait until the launches on all hosts have ended, and return the first exit code that isn't 0.
 
     A lost host or a signal in `caught` ends the wait early. Returns 0 if no launch has failed.
     Raises DeviceError if Ray's head no longer answers.
     """
     # After a failure, the other launches get PEER_SECONDS to end by themselves. If a host is lost,
-    # the others can't continue.
+    # they can't continue.
     deadline = float("inf")
     answered = time.monotonic()
     code = 0  # exit code of the first part that failed
@@ -213,18 +220,17 @@ def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
 
 
 def _find_failure(parts: Sequence[RemoteLaunch]) -> int:
-    """Return the exit code of the first failed launch, or 0 if none has failed."""
+    """Return the exit code of the first launch that failed, or 0 if none has failed."""
     codes = (part.code for part in parts)
     return next((code for code in codes if code), 0)
 
 
 def _check_head(answered: float) -> float:
-    """Check from time to time that Ray's head answers, and return the time of its last answer.
+    """Check every few seconds that Ray's head answers, and return the time of its last answer.
 
-    Raises DeviceError after too long a silence.
+    `answered` is the time of the answer before, in seconds of the monotonic clock. Raises
+    DeviceError if there has been no answer for HEAD_SILENT_SECONDS.
     """
-    # `answered` is the time of the previous answer, by the monotonic clock. A silence of
-    # HEAD_SILENT_SECONDS is too long.
     now = time.monotonic()
     if now < answered + HEAD_SECONDS:
         return answered
@@ -242,19 +248,22 @@ END_SECONDS = 5.0  # time for a host's launch to exit after its own processes
 
 
 class HostLaunch:
-    """`evener launch` as a subprocess on this host, whose output another host reads.
+    """Runs `evener launch` as a subprocess on this host. Another host reads its output.
 
-    `plan` is the content of the plan file and `planned` its original path. `script` holds copies of
-    the script and the files beside it, None for a module. `end_seconds` is the timeout of a stop.
-    The subprocess runs in `folder` if that exists here.
+    - `plan`: the content of the plan file.
+    - `plan_path`: the original path of the plan file.
+    - `script`: copies of the script and the files beside it; None for a module.
+    - `end_seconds`: how long the launch may take to stop, before it is killed.
+    - `options`, `command`: arguments of `evener launch`.
+    - `folder`: the working directory, if it exists on this host.
     """
 
-    # the launch is terminated together with this process
+    # the launch ends together with this process
 
     def __init__(
         self,
         plan: bytes,
-        planned: str,
+        plan_path: str,
         script: ScriptCopy | None,
         end_seconds: float,
         options: Sequence[str],
@@ -267,7 +276,7 @@ class HostLaunch:
         self._plan = path
         words = [self._written.path, *command[1:]] if self._written else list(command)
         self._command = [sys.executable, "-m", "evener", "launch", *options, str(path), *words]
-        self._environment = {**os.environ, REPLACED_PLAN: planned}
+        self._environment = {**os.environ, REPLACED_PLAN: plan_path}
         self._end_seconds = end_seconds
         self._folder = folder if os.access(folder, os.X_OK) else None
         self._process: subprocess.Popen[bytes] | None = None
@@ -277,9 +286,9 @@ class HostLaunch:
         threading.Thread(target=self._run_launch, name="launch", daemon=True).start()
 
     def read(self) -> tuple[list[bytes], int | None]:
-        """Return new output lines, and the exit code once all lines have been read.
+        """Return new lines of output, and the exit code once all lines have been read.
 
-        Waits up to a second for a line. The exit code is None before the end.
+        Waits up to a second for a line. The exit code is None until the launch has ended.
         """
         lines: list[bytes | None] = []
         with suppress(queue.Empty):
@@ -293,7 +302,7 @@ class HostLaunch:
         return written, self._code if ended and not written else None
 
     def stop(self) -> None:
-        """Stop the launch by SIGTERM, then by SIGKILL if it doesn't exit in time."""
+        """Stop the launch with SIGTERM, and with SIGKILL if it doesn't exit in time."""
         self._started.wait()
         process = self._process
         if process is None or process.poll() is not None:
@@ -313,7 +322,7 @@ class HostLaunch:
             self._written.close()
 
     def _run_launch(self) -> None:
-        """Run the launch and queue its output lines, then None."""
+        """Run the launch and put its output lines into the queue, with None at the end."""
         # the thread that starts the launch has to live as long as the launch: when it ends, the
         # kernel signals the process that it started (PR_SET_PDEATHSIG)
         try:

@@ -17,9 +17,10 @@ from . import watcher
 
 
 class GuardedTraining:
-    """Name and temporary folder of a training run that `start_guard` cleans up.
+    """The name and temporary folder of a training run that is cleaned up when it ends.
 
-    Set `succeeded` before the context ends; otherwise the remaining processes are killed.
+    Set `succeeded` before the context of `start_guard` ends; otherwise, processes of the run that
+    still exist are killed.
     """
 
     def __init__(self, run: str, folder: Path) -> None:
@@ -30,13 +31,13 @@ class GuardedTraining:
 
 @contextmanager
 def start_guard(prefix: str) -> Iterator[GuardedTraining]:
-    """Context manager: create a temporary folder, and delete it at the end.
+    """Create a temporary folder for a training run, and delete it at the end of the context.
 
-    A separate watcher process deletes the folder, also if this process dies. Unless the run
-    succeeded, it first kills the run's remaining processes. Raises RequestError if no temporary
-    folder can be made.
+    The folder's name begins with `prefix`. A separate process, the watcher, deletes the folder,
+    even if this process is killed. Unless the run succeeded, it first kills the run's remaining
+    processes. Raises RequestError if no temporary folder can be created.
     """
-    # the folder's name is unpredictable, and begins with `prefix`
+    # the name is unpredictable
     run = new_run_id()
     own = {name: value for name, value in os.environ.items() if name != RUN}
     watching = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Determine the processes that a host starts for a plan, with their devices and environment."""
+"""Find out which processes a host has to start for a plan, on which devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 class HostJob(msgspec.Struct, frozen=True):
-    """Processes, devices and options for one host's part of a training run."""
+    """One host's part of a training run: its processes, their devices and options."""
 
     plan: Plan
     framework: str  # the plan's framework, or the script's if the plan names none
@@ -73,15 +73,15 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """File that lets the ranks after the first start, or None if all start at once."""
-        # the first rank creates the file when its program creates a process group with the other
-        # ranks
+        """The file that lets the ranks after the first one start, or None if all start at once."""
+        # the first rank creates the file when its program creates a process group together with the
+        # other ranks
         several = self.executable and len(self.processes) > 1
         return self.folder / f"released-{self.attempt}" if several else None
 
     @property
     def has_several(self) -> bool:
-        """True if more than one process of this host trains."""
+        """True if more than one process of this host takes part in training."""
         # ranks that still wait for the first one (see `release`) don't count
         if self.release is None:
             return len(self.processes) > 1
@@ -89,13 +89,16 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names of the hosts that take part, in the plan's order."""
+        """The names of the hosts that take part, in the plan's order."""
         return tuple(dict.fromkeys(share.host for share in self.plan.layout.active))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Prefix for each process's output: its rank or its device; () for a single process."""
-        # a host of several doesn't know the ranks of its processes
+        """The prefixes of the processes' output lines, or () for a single process.
+
+        A prefix is the process's rank or, if there are several hosts, its device.
+        """
+        # if there are several hosts, each doesn't know the ranks of its processes
         if len(self.processes) < 2:
             return ()
         alone = len(self.hosts) == 1
@@ -105,11 +108,14 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """Name of the rendezvous, a checksum of the plan, which is the same on all hosts."""
+        """The name of the rendezvous, with a checksum of the plan.
+
+        It is the same on all hosts.
+        """
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
     def with_a_process_each(self) -> HostJob:
-        """Return the same job with one process per device, as TensorFlow's workers."""
+        """Return the same job with one process per device, each of them a TensorFlow worker."""
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = assign_devices(
             [device for process in self.processes for device in process], one_process=False
@@ -117,13 +123,13 @@ class HostJob(msgspec.Struct, frozen=True):
         plan = msgspec.structs.replace(self.plan, layout=layout)
         return msgspec.structs.replace(self, plan=plan, processes=processes)
 
-    def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
-        """Return the environment variables for all processes of this host.
+    def environment(self, own_variables: Sequence[dict[str, str]] = ()) -> dict[str, str]:
+        """Return the environment variables with which this host's processes start.
 
-        `more` adds variables to single processes, in order.
+        `own_variables` has further variables for each process, in order; it may be shorter.
         """
-        # the variable STARTS has all settings that differ between processes, and `start_rank` reads
-        # it
+        # settings that differ between processes are in the variable STARTS, which `start_rank`
+        # reads
         hooks = str(HOOKS)
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         others = import_path(os.pathsep.join(each for each in inherited if each != hooks))
@@ -142,14 +148,17 @@ class HostJob(msgspec.Struct, frozen=True):
         if len(self.hosts) == 1:
             variables |= loopback_interface()
         starts = [self._make_start_settings(devices) for devices in self.processes]
-        for start, own in zip(starts, more, strict=False):
+        for start, own in zip(starts, own_variables, strict=False):
             start["variables"].update(own)
         for start, files in zip(starts, self.output, strict=False):
             start["output"] = files
         return {**variables, STARTS: json.dumps(starts)}
 
     def _make_start_settings(self, devices: tuple[Device, ...]) -> dict[str, Any]:
-        """Return the settings of one process: variables, CPU cores and files."""
+        """Return the settings of the process that uses these devices.
+
+        They are its environment variables, CPU cores and files.
+        """
         # a PyTorch process sees all GPUs with a share, and uses the one with the index LOCAL_RANK
         child = child_environment(devices, self.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
@@ -177,13 +186,19 @@ def make_job(
     executable: str = "",
     check_use: bool = False,
 ) -> HostJob:
-    """Read a plan and prepare what this host starts for it.
+    """Read a plan, and return the part of the training run that this host has to start.
 
-    `host` is this host's name in the plan; None looks for it. `rendezvous` is a HOST:PORT, or None
-    for the plan's first host. The hosts have `wait_seconds` to join, and processes `grace_seconds`
-    to exit after SIGTERM. `executable` is a program to run in place of Python. `check_use` makes a
-    file that shows later whether the processes read the plan. Raises PlanError, RequestError or
-    DeviceError if the plan, the command or the devices don't fit.
+    - `path`: the plan's file.
+    - `command`: the script or `-m` and a module, then its arguments.
+    - `host`: this host's name in the plan; None to find it out.
+    - `rendezvous`: HOST:PORT at which the hosts meet; None for the plan's first host.
+    - `wait_seconds`, `grace_seconds`: how long the hosts have to join, and processes to exit after
+      SIGTERM.
+    - `executable`: the program to run instead of Python.
+    - `check_use`: create a file that later shows whether the processes have read the plan.
+
+    Raises PlanError, RequestError or DeviceError if the plan, the command and the devices don't fit
+    together.
     """
     if path.exists() and not path.is_file():
         raise PlanError(
@@ -215,14 +230,13 @@ def make_job(
 
 
 def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
-    """Return True if one TensorFlow process uses all devices.
+    """Return True if a single TensorFlow process has to use all devices.
 
-    Raises PlanError if these devices are on several hosts.
+    `own` are the shares of this host. Raises PlanError if other hosts have shares, too.
     """
     if framework == "torch" or plan.layout.engine == "multiworker":
         return False
     if len(own) < len(plan.layout.active):
-        # the process would need several hosts
         raise PlanError(
             f"The plan's engine is {plan.layout.engine}, one process, but its devices are on "
             f"several hosts.",
@@ -232,12 +246,11 @@ def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
 
 
 def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
-    """Return the host and port where the processes meet.
+    """Return the host and port at which the processes of all hosts meet.
 
-    Raises DeviceError if the host can't be found.
+    Without `rendezvous`, these are the plan's first host and the default port. Raises DeviceError
+    if the host's name can't be resolved.
     """
-    # None stands for the plan's first host and the default port; a host is unknown if its name
-    # can't be resolved
     if rendezvous:
         host, port = _parse_rendezvous(rendezvous)
     else:
@@ -251,15 +264,15 @@ def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
 
 
 def assign_devices(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device, ...], ...]:
-    """Return the devices of each process: all in one process, or one device each."""
+    """Return the devices of each process: all devices for one process, or one for each."""
     return (tuple(devices),) if one_process else tuple((device,) for device in devices)
 
 
 def check_plan(plan: Plan, command: Sequence[str]) -> None:
-    """Check that `evener launch` can start the plan and the command.
+    """Check that `evener launch` can run this command with this plan.
 
-    Raises PlanError for a plan whose layout isn't launched, such as several training runs on one
-    device, and RequestError if there is no script or no module.
+    Raises PlanError if it can't start the plan's layout, such as several training runs on one
+    device, and RequestError if the script doesn't exist or no module is named.
     """
     if plan.layout.traits.placed:
         raise PlanError(
@@ -284,13 +297,13 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 
 
 def _choose_framework(plan: Plan, script: str) -> str:
-    """Return the framework of the plan or, if the plan names none, of the script.
+    """Return the framework that the plan names, or else the one that the script imports.
 
-    Raises PlanError if the script imports another framework.
+    If neither names one, the result is "torch". Raises PlanError if the script imports another
+    framework than the plan names.
     """
     imported = script_framework(Path(script)) if script != "-m" else ""
     if plan.framework not in FRAMEWORKS:
-        # PyTorch, if neither names one
         return imported or "torch"
     if imported and imported != plan.framework:
         raise PlanError(
@@ -329,7 +342,7 @@ def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
 
 
 def _request(share: Share) -> str:
-    """Convert a share's device id to the text of a device request."""
+    """Return a device request, as in `--devices`, for the device of a share."""
     kind = kind_of(share.device)
     return find_backend(kind).write_term(share.device) if kind in BACKENDS else share.device
 
@@ -345,9 +358,9 @@ def _parse_rendezvous(text: str) -> tuple[str, int]:
 
 
 def find_imports(job: HostJob) -> frozenset[str]:
-    """Return the top-level packages that the script imports, and the framework.
+    """Return the framework and the top-level packages that the script imports.
 
-    Returns only the framework if the script can't be read or parsed.
+    If the script can't be read or parsed, the result is only the framework.
     """
     script = Path(job.command[0])
     with suppress(OSError, SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""Start the processes of one host, copy their output, and wait until they end."""
+"""Start the processes of one host, copy their output, and wait until they have ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .job import HostJob
 
 
 class GroupExit(msgspec.Struct, frozen=True):
-    """How a group of processes ended: by a signal, by failures, or with success."""
+    """How the processes of a host have ended: after a signal, with failures, or with success."""
 
     signal: int = 0  # the signal that the launcher received; 0: none
     # exit codes by rank, for ranks that failed by themselves; -N: killed by signal N
@@ -42,7 +42,10 @@ class GroupExit(msgspec.Struct, frozen=True):
 
     @property
     def is_loss(self) -> bool:
-        """True if signals killed the processes, as when a device or memory fails."""
+        """True if signals killed the processes, as happens when a device fails.
+
+        It also happens when the host's memory runs out.
+        """
         # SIGTERM doesn't count: it is sent to the other processes after one has failed
         codes = set(self.failures.values())
         return bool(codes) and (
@@ -51,8 +54,8 @@ class GroupExit(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Name the rank that failed first, and a rank that exited with code 0 before it."""
-        # unless SIGKILL explains the failure
+        """Text about the rank that failed first, and a rank that exited with code 0 before."""
+        # a rank that exited isn't named if SIGKILL explains the failure
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
         left = (
             f"rank {self.left[0]} left with exit code 0, and "
@@ -65,9 +68,9 @@ class GroupExit(msgspec.Struct, frozen=True):
 
 
 def _order(code: int) -> int:
-    """Return a sort key for an exit code."""
-    # The lowest key is the most likely cause of all failures. A killed process makes others abort
-    # or raise an error, and then the launcher sends SIGTERM to the rest.
+    """Return a sort key for exit codes, which puts the most likely cause of the others first."""
+    # A killed process makes others abort or raise an error, and then the launcher sends SIGTERM to
+    # the rest.
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
 
 
@@ -89,10 +92,10 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Context manager: give processes pipes for output, and print their lines with a prefix.
+    """Create pipes for the output of processes, and print their lines with a prefix each.
 
-    Yields the paths for standard output and standard error of each process. A line has no prefix
-    while `has_several` returns False.
+    This is a context manager. It yields, for each process, the paths to use as standard output and
+    standard error. Lines have no prefix as long as `has_several` returns False.
     """
     # All output is printed by the end of the context. A marker ends each pipe, because descendants
     # of the processes may keep the pipes open.
@@ -116,9 +119,7 @@ def named_output(
 
 
 class _LineNames:
-    """The prefix for a process's output lines."""
-
-    # The prefix is the process's name, or empty until `has_several` returns True.
+    """The prefix of the output lines of a process."""
 
     def __init__(self, name: str, has_several: Callable[[], bool]) -> None:
         self._name = f"[{name}] ".encode()
@@ -126,13 +127,16 @@ class _LineNames:
         self._is_named = False
 
     def find(self) -> bytes:
-        """Return the prefix; once set, it stays."""
+        """Return the prefix: the process's name, or b"" until `has_several` returns True.
+
+        After that, it is always the name.
+        """
         self._is_named = self._is_named or self._has_several()
         return self._name if self._is_named else b""
 
 
 def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
-    """End a copying thread and close its pipe."""
+    """End a thread that copies output, and close its pipe."""
     with suppress(OSError):
         # the thread stops at the marker `end`
         os.write(write, end)
@@ -141,9 +145,11 @@ def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
 
 
 def _copy_output(read: int, end: bytes, names: _LineNames, stream: int) -> None:
-    """Copy lines from a pipe to a stream, each with a prefix."""
-    # `read` and `stream` are file descriptors. The end is a marker in the pipe. If the stream is
-    # closed, reading stops, so that the process gets an error when it writes.
+    """Copy lines from a pipe to an output stream, each with a prefix.
+
+    `read` and `stream` are file descriptors. Copying ends at the bytes `end`.
+    """
+    # If the stream is closed, reading stops, so that the process gets an error when it writes.
     begun = found = b""
     with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
         while not found:
@@ -167,10 +173,11 @@ POLL_SECONDS = 0.1
 
 
 def run_children(job: HostJob) -> GroupExit:
-    """Start the processes of a job, without an agent, and wait until all exit or one fails.
+    """Start the processes of a job, and wait until all have exited or one has failed.
 
-    After a failure, the others get SIGTERM; a signal to this process is passed on to them.
-    Processes that run longer than the job's `grace_seconds` after that are killed.
+    PyTorch's agent isn't used. After a failure, the other processes get SIGTERM. A signal to this
+    process is passed on to them. Processes that still run after the job's `grace_seconds` are
+    killed.
     """
     with caught_signals() as caught:
         running = _start(job)
@@ -201,7 +208,7 @@ def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
 
 
 def _single_rank_environment(job: HostJob) -> dict[str, str]:
-    """Return the variables with which a single PyTorch process starts without torchrun's agent."""
+    """Return the environment variables for a single PyTorch process that no agent starts."""
     # importing the agent takes two seconds
     address = _find_address()
     attempt = str(job.attempt)
@@ -223,21 +230,21 @@ def _single_rank_environment(job: HostJob) -> dict[str, str]:
 
 
 def _find_address() -> str:
-    """Return a free HOST:PORT on this machine."""
-    # PyTorch requires an address, but nothing listens there: processes rendezvous through a file
+    """Return a HOST:PORT on this machine whose port is free."""
+    # PyTorch requires an address, but nothing listens there: the processes meet through a file
     return f"127.0.0.1:{reserve_free_ports(1)[0]}"
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Return the variable by which processes on one host find their rendezvous."""
-    # The value is `address`, a space and the file's path. Without the file, PyTorch would use
+    """Return the value of the variable through which the processes of a host find each other."""
+    # The value is `address`, a space and the path of a file. Without the file, PyTorch would use
     # `address`, a HOST:PORT.
     return f"{address} {make_memory_file()}"
 
 
 def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
-    """Return the variable `TF_CONFIG` for each process of this host, or [] if it isn't needed."""
-    # it is needed for several processes of engine "multiworker", and in the plan's order
+    """Return the variable TF_CONFIG for each process of this host, or [] if it isn't needed."""
+    # several processes of engine "multiworker" need it, in the plan's order
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":
         return []
@@ -253,21 +260,26 @@ def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
-    """Wait until all processes have exited or one has failed, and return exit codes by index."""
+    """Wait until all processes have exited or one has failed, and return their exit codes.
+
+    The keys are the indices of those that have exited. Returns {} after a signal in `caught`.
+    """
     while not caught:
         polled = enumerate(process.poll() for process in running)
         codes = {i: code for i, code in polled if code is not None}
         if any(codes.values()) or len(codes) == len(running):
             return codes
         time.sleep(POLL_SECONDS)
-    # after a signal
     return {}
 
 
 def _end_processes(
     running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float
 ) -> None:
-    """Signal the running processes, and kill those that don't exit within `grace_seconds`."""
+    """Send signal `number` to the processes that still run.
+
+    Those that don't exit within `grace_seconds` are killed.
+    """
     # a terminal has already sent the signal of Ctrl-C to processes in its foreground
     for process in running:
         if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):
@@ -282,7 +294,7 @@ def _end_processes(
 
 
 def _is_in_foreground() -> bool:
-    """Return True if this process is in the terminal's foreground group."""
+    """Return True if this process is in the terminal's foreground process group."""
     with suppress(OSError):
         return os.tcgetpgrp(0) == os.getpgrp()
     return False
@@ -292,7 +304,7 @@ FORCE_SECONDS = 25  # a process that exits this long after the first failure was
 
 
 def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
-    """Return the environment for PyTorch's agent and its processes."""
+    """Return the environment variables for PyTorch's agent and the processes that it starts."""
     # ranks meet at this address or, on a single host, through the file
     more = {}
     if job.attempt:
@@ -303,8 +315,10 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
 
 
 def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
-    """Return the exit codes of the ranks that failed by themselves."""
-    # The agent reports these failures. It kills other ranks FORCE_SECONDS after the first failure.
+    """Return how the ranks ended, from the failures that PyTorch's agent has reported.
+
+    Ranks that the agent killed after the first failure aren't counted.
+    """
     first = min(failure.timestamp for failure in failures.values())
     ended = {}
     for rank, failure in failures.items():
@@ -322,7 +336,7 @@ def run_agent(job: HostJob, max_restarts: int) -> GroupExit:
     The agent restarts them at most `max_restarts` times. Raises RequestError if PyTorch isn't
     installed, and DeviceError if the hosts don't meet within the job's `wait_seconds`.
     """
-    # such restarts are for several hosts, whose agents have to restart together
+    # the agents of several hosts have to restart together
     address = _find_address()
     environment = _describe_agent(job, address)
     # otherwise PyTorch logs pages about an unreachable host

@@ -1,4 +1,4 @@
-"""Prepare `evener run`: read the command, choose the first shares, and save the last ones."""
+"""Prepare `evener run`: parse the command, choose the first shares, and save the last ones."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ LAUNCHER_MODULES = (
 
 
 class SavedShares(msgspec.Struct, frozen=True):
-    """Command, model and global batch for which a program's shares were saved."""
+    """What a program's saved shares are for: its command, model and global batch."""
 
     command: str  # a digest of the program, its arguments and its devices
     origin: SharesOrigin
 
 
 class ChosenPlan(msgspec.Struct, frozen=True):
-    """A program's first plan, and the source of its shares."""
+    """The plan with which a program starts, and where its shares come from."""
 
     plan: Plan
     given: bool = False  # given by the user, so its shares are kept
@@ -57,7 +57,7 @@ class ChosenPlan(msgspec.Struct, frozen=True):
 
 
 class ProgramCommand(msgspec.Struct, frozen=True):
-    """A command to train, split into its executable and arguments.
+    """A training command, split into its executable and arguments.
 
     `words` are all arguments of the executable, and `arguments` those of the script. `identity`
     names the script, module or executable.
@@ -70,7 +70,7 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Short name for messages: of the script that a launcher starts, or of the program."""
+        """A short name for messages: that of the program or, for a launcher, of its script."""
         started = _find_script(self.arguments) if self._is_launcher else ""
         return Path(started or self.identity).name
 
@@ -81,7 +81,7 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
 
 def _find_script(arguments: Sequence[str]) -> str:
-    """Return the script or `-m MODULE` in a launcher's arguments, or "" if there is none."""
+    """Return the script or `-m MODULE` among a launcher's arguments, or "" if there is none."""
     for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
         if word.endswith(".py"):
             return word
@@ -92,10 +92,11 @@ def _find_script(arguments: Sequence[str]) -> str:
 
 
 def read_command(words: Sequence[str]) -> ProgramCommand:
-    """Parse the command after `evener run --`.
+    """Parse the command that follows `evener run --`.
 
-    A script or `-m` without an interpreter gets this Python. Raises RequestError if the command
-    doesn't exist, trains with TensorFlow, or has Python options that turn off evener's hooks.
+    If it begins with a script or `-m`, it is run with this process's Python. Raises RequestError if
+    the command doesn't exist, if it trains with TensorFlow, or if it has Python options that turn
+    off evener's hooks.
     """
     if not words:
         raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
@@ -130,7 +131,7 @@ def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
 
 
 def _refuse_tensorflow(script: Path) -> None:
-    """Raise RequestError if the script trains with TensorFlow."""
+    """Raise RequestError if a script trains with TensorFlow."""
     # its batches can't be divided here, so each process would train on all rows
     if script_framework(script) == "tensorflow":
         raise RequestError(
@@ -143,8 +144,8 @@ def _refuse_tensorflow(script: Path) -> None:
 
 
 def _refuse_isolation(options: Sequence[str]) -> None:
-    """Raise RequestError for options with which Python ignores PYTHONPATH or sitecustomize."""
-    # evener installs its hooks by them
+    """Raise RequestError if an option makes Python ignore PYTHONPATH or sitecustomize."""
+    # evener installs its hooks through these two
     flags = [
         word for word in options if word.startswith("-") and word[:2] not in ("--", "-W", "-X")
     ]
@@ -157,8 +158,10 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Return the words after Python's own options."""
-    # The result begins with the script, `-m` or `-c`; [] if none is there.
+    """Return the arguments of Python without its own options.
+
+    The result begins with the script, `-m` or `-c`, or is [] if there is none of them.
+    """
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
         takes_value = left.pop(0) in ("-W", "-X", "--check-hash-based-pycs")
@@ -166,16 +169,16 @@ def _skip_options(words: Sequence[str]) -> list[str]:
     return left
 
 
-def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
-    """Return the first shares of a program, from a plan or for the requested devices.
+def choose_plan(plan_path: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
+    """Return the plan with which a program starts.
 
-    Without a plan, the shares are those saved by the last run of the same command on the same
-    devices, or else equal. Raises RequestError for a plan of several hosts or a device with a
-    limit, and DeviceError for simulated devices.
+    It is the plan at `plan_path`, if that is given. Otherwise, it has the shares that the last run
+    of the same command on the same devices saved, or equal shares. `devices` is the option
+    `--devices`. Raises RequestError if the plan is for several hosts or if a device has a limit,
+    and DeviceError if devices are simulated.
     """
-    # `devices` is the option `--devices`
-    if given is not None:
-        plan = load_plan(given)
+    if plan_path is not None:
+        plan = load_plan(plan_path)
         if len({share.host for share in plan.layout.active}) > 1:
             raise RequestError(
                 "The plan is for several hosts.", "Make one for the devices of this machine."
@@ -200,12 +203,13 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
 
 
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
-    """Measure the program on the devices, and return the path of the resulting plan.
+    """Measure a program on the devices, and return the path of the plan that results.
 
-    Returns None if the plan leaves a device out. Raises RequestError if no plan could be measured.
+    `devices` is the option `--devices`. `run` is the run's name, by which the guard finds the
+    measuring processes. Returns None if the plan leaves a device out. Raises RequestError if no
+    plan could be measured.
     """
-    # A plan must use all devices, because the program's global batch is meant for all. `devices` is
-    # the option `--devices`. `run` is the name by which a guard finds the measuring processes.
+    # a plan must use all devices, because the program's global batch is meant for all of them
     python = (
         command.executable if Path(command.executable).name.startswith("python") else sys.executable
     )
@@ -256,7 +260,7 @@ def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) ->
 
 
 def _has_build(path: Path) -> bool:
-    """Return True if the file is a Python script with a function `build`."""
+    """Return True if a file is a Python script that defines a function `build`."""
     with suppress(OSError, ValueError, SyntaxError):
         body = ast.parse(path.read_text()).body
         return path.suffix == ".py" and any(
@@ -266,9 +270,9 @@ def _has_build(path: Path) -> bool:
 
 
 def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int]) -> Plan:
-    """Return a plan for PyTorch with the given rows for each device.
+    """Return a PyTorch plan in which each device has the given number of rows.
 
-    `identity` names the program, and `templates` describe the devices.
+    `identity` names the program, and `templates` are shares that describe the devices.
     """
     layout = make_layout("split" if len(batches) > 1 else "solo", tuple(templates), tuple(batches))
     made = parse_plan(b'[[layout.share]]\ndevice = "cpu-0-of-1"\nbatch = 1\n')
@@ -276,34 +280,32 @@ def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int])
 
 
 def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
-    """Return the shares saved by the latest run of the same command, or None."""
+    """Return the shares that the latest run of the same command on these devices saved, or None."""
     wanted = _digest_command(command, even)
     for path in sorted(runs_folder().glob(f"*/{SAVED_FILE}"), reverse=True):
         with suppress(EvenerError, OSError, msgspec.DecodeError):
             saved = msgspec.json.decode(path.read_bytes(), type=SavedShares)
             if saved.command == wanted:
                 return ChosenPlan(load_plan(path.with_name(PLAN_FILE)), origin=saved.origin)
-    # no such run on these devices
     return None
 
 
 def _digest_command(command: ProgramCommand, plan: Plan) -> str:
-    """Return a digest of the program, its arguments and its devices."""
+    """Return a digest of a program, its arguments and its devices, as 32 hexadecimal digits."""
     # a digest, because arguments may contain secrets
     devices = sorted(share.device for share in plan.layout.active)
     words = json.dumps([command.identity, command.arguments, devices])
-    # 32 hexadecimal digits
     return blake2b(words.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def set_environment(settings: ProgramSettings) -> None:
-    """Set the environment variables with which a program's processes train under evener."""
+    """Set the environment variables that make a program's processes train with evener."""
     os.environ[PROGRAM] = msgspec.json.encode(settings).decode()
     os.environ["PYTHONUNBUFFERED"] = "1"
 
 
 def read_notes(folder: Path) -> tuple[RankNote, ...]:
-    """Read what each rank of a program has reported, in the order of ranks.
+    """Read what each rank of a program has reported, ordered by rank.
 
     Files that can't be decoded are skipped.
     """
@@ -315,11 +317,11 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 
 
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
-    """Save the shares at the end of a run for the next run of the same command.
+    """Save a program's last shares for the next run of the same command.
 
-    Returns the plan's path, or None if the shares aren't known or two ranks shared a device.
+    `plan` is the plan with which the program started. Returns the path of the saved plan, or None
+    if the last shares aren't known or two ranks shared a device.
     """
-    # `plan` is the plan at the start, and `notes` are the ranks' notes
     if not notes or not notes[0].run or notes[0].last is None:
         return None
     last = notes[0].last.shares
@@ -340,7 +342,10 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
 
 
 def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
-    """Compare the speed with the first and the last shares, or return None if one is unknown."""
+    """Compare the program's speed with its first and its last shares.
+
+    Returns None if the times of a rank are unknown.
+    """
     first = [note.first for note in notes if note.first is not None]
     last = [note.last for note in notes if note.last is not None]
     if not first or len(first) < len(notes) or len(last) < len(notes):
@@ -357,7 +362,7 @@ def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
 
 
 def list_events(notes: Sequence[RankNote]) -> list[str]:
-    """Describe out-of-memory retries and the gradient noise scale, one line each."""
+    """Return lines of text about retries after running out of memory and about the noise scale."""
     retreats = sum(note.retreats for note in notes)
     lines = [notes[0].noise] if notes and notes[0].noise else []
     if retreats:

@@ -1,7 +1,7 @@
 """Rendezvous backends for PyTorch's elastic agent.
 
-A single agent opens no port. Agents of several hosts meet at a port of one address; PyTorch's own
-rendezvous would open that port on every address of the machine.
+A single agent opens no port. The agents of several hosts meet at a port that is open on only one
+address. PyTorch's own rendezvous would open it on every address of the machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEVERAL_AGENTS = "evener-several"
 
 
 class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
-    """Rendezvous for one agent on one host, without a TCP server."""
+    """A rendezvous for one agent on one host, without a TCP server."""
 
     def __init__(self, run_id: str, address: str) -> None:
         self._run_id = run_id
@@ -48,7 +48,7 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return SINGLE_AGENT
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the next round, with an empty store for it."""
+        """Return the next rendezvous, with an empty store."""
         self._rounds += 1
         store = PrefixStore(str(self._rounds), self._store)
         return RendezvousInfo(store, 0, 1, self._store_info)
@@ -74,7 +74,7 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
 
 
 class OneAddressBackend(C10dRendezvousBackend):  # type: ignore[misc]
-    """The c10d backend under a name of evener's own, for a store that listens on one address."""
+    """PyTorch's c10d backend under another name, for a store that listens on only one address."""
 
     @property
     def name(self) -> str:
@@ -98,9 +98,9 @@ def _make_several_agents(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def choose_rendezvous(job: HostJob, address: str) -> dict[str, Any]:
-    """Register evener's rendezvous backends, and return the launch settings for `job`.
+    """Register evener's rendezvous backends, and return the settings for the launch of `job`.
 
-    `address` is the HOST:PORT for processes on a single host.
+    `address` is the HOST:PORT to use if all processes are on one host.
     """
     way: dict[str, Any] = {
         "rdzv_backend": SINGLE_AGENT,

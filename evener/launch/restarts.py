@@ -1,4 +1,4 @@
-"""Run a job, and restart it without broken devices after a loss."""
+"""Run a job, and restart it without its broken devices if some fail."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ from .processes import GroupExit, named_output, run_children
 
 
 def run_job(first: HostJob, max_restarts: int) -> int:
-    """Run a job with at most `max_restarts` restarts, and return the exit code.
+    """Run a job, restart it up to `max_restarts` times, and return the exit code.
 
-    Before a restart, every device is checked. Broken devices are left out, and devices that work
-    again take part again. The exit code is 128 plus the signal's number after a signal. Raises
-    PlanError if the plan's file has changed, and DeviceError if no device is left, or if a device
-    of a job on several hosts is broken.
+    Before a restart, every device of the job is checked. Broken devices are left out, and devices
+    that work again are used again. After a signal, the exit code is 128 plus the signal's number.
+    Raises PlanError if the plan's file has changed. Raises DeviceError if no device is left, or if
+    there are several hosts and a device is broken.
     """
     # Training ends when all processes succeed, a script raises an exception, or the restarts are
-    # used up. After a loss, all devices of the job `first` are checked. With several hosts, no
-    # launcher sees all failures.
+    # used up. With several hosts, no launcher sees all failures.
     job = first
     several = len(first.hosts) > 1
     # the agents restart all processes in lockstep
@@ -67,7 +66,7 @@ def run_job(first: HostJob, max_restarts: int) -> int:
 
 
 def _print_failure(job: HostJob, ended: GroupExit) -> int:
-    """Print why the job failed, and return its exit code."""
+    """Print why a job failed, and return its exit code."""
     if job.executable and not job.has_several:
         code = ended.failures.get(0, 1)
         alone = GroupExit(failures={0: code}).words
@@ -92,12 +91,11 @@ def _start(job: HostJob, restarts_of_agents: int) -> GroupExit:
 
 
 def _make_job_without(first: HostJob, broken: Sequence[Device]) -> HostJob:
-    """Return the job without the broken devices, whose rows go to the others.
+    """Return the job without its broken devices. Their rows go to the other devices.
 
-    Raises PlanError if the plan's file has changed, and DeviceError if no job is possible.
+    `first` is the job with all devices. Raises PlanError if the plan's file has changed. Raises
+    DeviceError if no device is left, or if there are several hosts and a device is broken.
     """
-    # `first` is the job with all devices. No job is possible if no device is left, or if a device
-    # of a job with several hosts is broken.
     if load_plan(first.path) != first.plan:
         raise PlanError(
             f"{first.path} has changed since the training began.",
@@ -128,8 +126,7 @@ def _make_job_without(first: HostJob, broken: Sequence[Device]) -> HostJob:
 
 
 def _print_changes(before: Plan, after: Plan) -> None:
-    """Print each device that stops or starts computing, with the rows of all devices."""
-    # the rows are those before and after the change
+    """Print which devices no longer compute or compute again, and how the rows change."""
     rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):
         if bool(old.batch) != bool(new.batch):
@@ -139,7 +136,7 @@ def _print_changes(before: Plan, after: Plan) -> None:
 
 
 def compare_rows(before: Plan, after: Plan) -> str:
-    """Return the rows of both plans as text, such as "300+212 → 512+0"."""
+    """Return the rows of two plans as text, such as "300+212 → 512+0"."""
     return " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
 
 
@@ -150,10 +147,10 @@ POLL_SECONDS = 0.05
 def find_broken(
     devices: Sequence[Device], framework: str, caught: Sequence[int]
 ) -> tuple[Device, ...]:
-    """Run a short computation on each device, and return the devices on which it failed.
+    """Run a short computation on each device, and return the devices on which it fails.
 
-    A check that takes over ten seconds counts as failed. A signal in `caught` ends the wait.
-    Devices whose check hasn't ended then count as broken.
+    A check that takes more than ten seconds counts as failed. A signal in `caught` ends the wait,
+    and devices whose check hasn't ended then count as broken.
     """
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS

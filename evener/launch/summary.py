@@ -1,4 +1,4 @@
-"""Summarize a training run when it ends: its speed, its bottlenecks and its shares."""
+"""Summarize a training run when it has ended: its speed, its bottlenecks and its shares."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ End = Literal["finished", "interrupted", "failed"]
 
 
 class RankSummary(msgspec.Struct, frozen=True):
-    """One device at the end of a training run.
+    """The summary of one device in a training run that has ended.
 
-    0 stands for an unknown value.
+    Unknown values are 0.
     """
 
     device: str
@@ -55,7 +55,7 @@ class RankSummary(msgspec.Struct, frozen=True):
 
 
 class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
-    """Speed with the first shares of a training run compared with the last."""
+    """A training run's first shares, and the speed with them compared with the last shares."""
 
     shares: tuple[int, ...]  # rows of every rank
     own_work_s: tuple[float, ...]  # median compute time (own work) of a step with these shares
@@ -66,10 +66,10 @@ class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Speed, bottlenecks and shares of a training run that has ended.
+    """The speed, bottlenecks and shares of a training run that has ended.
 
-    The first steps don't count. `of_plan` is the speed as a fraction of the plan's. 0 stands for an
-    unknown value.
+    The run's first steps aren't included. `of_plan` is the speed as a fraction of the speed that
+    the plan expects. Unknown values are 0.
     """
 
     run: str
@@ -91,15 +91,15 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_short(self) -> bool:
-        """True if too few steps were timed for a judgement."""
+        """True if too few steps were timed to judge the run."""
         fewest = FEWEST_LONG_STEPS if self.seconds >= LONG_SECONDS else FEWEST_STEPS
         return self.steps < fewest
 
 
 def read_records(folder: Path) -> list[LiveRecord]:
-    """Read the last record of each rank from `folder`, in the order of ranks.
+    """Read the last record that each rank has left in `folder`, ordered by rank.
 
-    Only the newest training run in the folder counts, because a script may train several times.
+    A script may train several times. Only records of the newest training run are returned.
     """
     records = []
     for path in folder.glob("*.json"):
@@ -126,10 +126,11 @@ def summarize_training(
     competitors: str = "",
     first: FirstShares | None = None,
 ) -> TrainingSummary | None:
-    """Summarize the last records of a training run's ranks, or return None if there are none.
+    """Summarize a training run from the last records of its ranks.
 
-    `labels` maps device ids to names, and `competitors` names other programs that used the CPU
-    cores. `plan_samples_per_second` is used if no record has the speed that the plan expects.
+    `labels` maps device ids to names. `competitors` names other programs that used the CPU cores.
+    `plan_samples_per_second` is used if no record has the speed that the plan expects. Returns None
+    if there are no records.
     """
     if not records:
         return None
@@ -160,29 +161,28 @@ def summarize_training(
 
 
 class _MatchedRank(NamedTuple):
-    """A device of a rank, with its record and its metrics."""
+    """A device of a rank, with the rank's record and the device's measurements."""
 
-    # `live` is the device's entry in the rank's record, and `measured` are the device's metrics
+    # `live` is the device's entry in the record
 
     record: LiveRecord
     live: LiveDevice
     measured: MeasuredRank
 
     def summarize(self, step: RankStep | None) -> RankSummary:
-        """Return the summary of this device."""
-        # `step` has the rank's mean times in a step; None if unknown
+        """Return the summary of this device. `step` is its mean step, or None if it is unknown."""
         live, record = self.live, self.record
         memory = record.memory_bytes, record.memory_of_bytes
         return RankSummary(self.measured.name, live.batch, live.micro, step, *memory)
 
 
 def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
-    """Return the samples/s that the plan expects, 0 if unknown."""
+    """Return the samples/s that the plan expects, or 0 if unknown."""
     return max(record.plan_samples_per_second for record in records)
 
 
 def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
-    """Return the longest list of share changes in the records."""
+    """Return the share changes from the record that has most of them."""
     return max((record.changes for record in records), key=len)
 
 
@@ -195,13 +195,12 @@ def _match(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> _
 
 
 def _speed(record: LiveRecord) -> float:
-    """Return the samples/s over all counted steps, 0 if none."""
+    """Return the samples/s over all counted steps, or 0 if there are none."""
     return record.counted_samples / record.counted_seconds if record.counted_seconds else 0.0
 
 
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
-    """Return the metrics of a device over the whole training run if known."""
-    # otherwise over the last steps
+    """Return a device's measurements over the whole training run, or else over its last steps."""
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
 
@@ -212,7 +211,7 @@ def _name(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> st
 
 
 def describe_summary(summary: TrainingSummary) -> list[str]:
-    """Return the summary as lines of text for the terminal."""
+    """Return a summary as lines of text for the terminal."""
     if summary.is_short:
         steps = f"{count_words(summary.steps)} step{'' if summary.steps == 1 else 's'}"
         few = f"{steps} after the first ones, too few to say more: {FEWEST_STEPS} are needed"
@@ -290,14 +289,14 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
 
 
 def _describe_share(rank: RankSummary) -> str:
-    """Describe one device's share, or its part of the model's state if it computes no rows."""
+    """Describe a device's share. If it computes no rows, say that it holds a part of the state."""
     if not rank.share:
         return f"none on {rank.device}, which holds a part of the state"
     return f"{write_share(rank.share, rank.micro)} on {rank.device}{_describe_own_work(rank)}"
 
 
 def _describe_device(rank: RankSummary) -> str:
-    """Describe one device of a training run without a DataLoader."""
+    """Describe a device whose rows come from no DataLoader, so that its share is unknown."""
     return f"device: {rank.device}{_describe_own_work(rank)}"
 
 
@@ -307,8 +306,7 @@ def _describe_own_work(rank: RankSummary) -> str:
 
 
 def _describe_changes(summary: TrainingSummary) -> str:
-    """Describe how the shares changed, or return "" if they didn't."""
-    # this is the first shares, the number of changes and the gain of the last shares
+    """Describe the first shares, how often they changed, and the gain; "" if they didn't change."""
     first = summary.first
     if first is None:
         times = len(summary.changes)
@@ -352,15 +350,14 @@ def _describe_memory(rank: RankSummary) -> str:
 
 
 def _describe_record(summary: TrainingSummary) -> list[str]:
-    """Return the command that shows the run's journal."""
+    """Return a line with the command that shows the run's journal, or [] if it has none."""
     if not (runs_folder() / summary.run / TRAINING_JOURNAL).exists():
-        # there is no record
         return []
     return [f"record: evener runs show {summary.run}"]
 
 
 def save_summary(summary: TrainingSummary) -> None:
-    """Write the summary beside the run's journal, as JSON and as text.
+    """Write a summary as JSON and as text into the folder of the run's journal.
 
     Does nothing if the run has no journal or the files can't be written.
     """
@@ -374,7 +371,7 @@ def save_summary(summary: TrainingSummary) -> None:
 
 
 def load_summary(run: str) -> TrainingSummary | None:
-    """Read the summary of a run, or return None if there is none that can be read."""
+    """Read the saved summary of a run, or return None if there is none or it can't be read."""
     with suppress(OSError, msgspec.MsgspecError):
         content = (runs_folder() / run / SUMMARY).read_bytes()
         return msgspec.json.decode(content, type=TrainingSummary)

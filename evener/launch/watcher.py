@@ -1,9 +1,10 @@
-"""Watch over a training run from outside its launcher: `python watcher.py RUN PREFIX`.
+"""A process that cleans up after a launcher: `python watcher.py RUN PREFIX`.
 
-The watcher creates the run's temporary folder and prints its path. Its standard input closes when
-the launcher exits or is killed. The watcher then gives the run's remaining processes a few seconds
-to exit, kills those that are left, and removes the folder. After a successful run, these processes
-may continue. No other module of evener is imported, so the watcher starts quickly.
+The watcher creates the run's temporary folder and prints its path. Its standard input is a pipe
+that closes when the launcher exits or is killed. The watcher then gives the run's remaining
+processes a few seconds to exit, kills those that are left, and deletes the folder. After a
+successful run, such processes may continue. The watcher imports no other module of evener, so it
+starts quickly.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ MARK = "EVENER_RUN"  # RUN in evener.training.launched; child processes of a ran
 
 
 def main() -> None:
-    """Create a temporary folder, wait for the launcher to end, and delete the folder.
+    """Create a temporary folder, print its path, and delete it once the launcher has ended.
 
-    The folder's path goes to standard output. Unless the launcher reports success, processes of the
-    run are killed first.
+    Unless the launcher reports success, the run's processes are killed before that.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the end of the pipe ends this process
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def find_and_signal(run: str, kill: bool) -> bool:
-    """Return True if processes of the run exist, and send them SIGKILL if `kill` is set."""
+    """Return True if there are processes of this run. If `kill`, they get SIGKILL."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # the process may be another user's, or gone

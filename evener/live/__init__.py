@@ -1,1 +1,1 @@
-"""Live reports of training processes: writing and reading them."""
+"""Live reports of training processes: how they are written and read."""

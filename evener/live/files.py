@@ -1,7 +1,7 @@
-"""The files in which training processes report their state, one JSON record per reporter.
+"""The files in which training processes report their state, each with one JSON record.
 
-Files aren't trusted. One counts only if it is small, regular and well-formed, if no other user can
-access it or its folder, and if the process in its name is alive.
+Files aren't trusted. A file is ignored unless it is small, regular and well-formed, no other user
+can access it or its folder, and the process that its name refers to is alive.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Doing = Literal["", "own work", "sum", "update", "between steps", "input"]
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """One device of a training process: its rows per step, its speed and its times in a step."""
+    """A device in the record of a training process: its rows, its speed and its times per step."""
 
     id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone
     # the framework's index of the device; -1: unknown
@@ -60,7 +60,7 @@ class LiveDevice(msgspec.Struct, frozen=True):
 
 
 class ShareChange(msgspec.Struct, frozen=True):
-    """A change of the shares during training, with its reason."""
+    """A change of shares during training, with the reason."""
 
     step: Count  # the first step with the new shares
     at: Rate  # Unix time in seconds
@@ -71,7 +71,7 @@ class ShareChange(msgspec.Struct, frozen=True):
 
 
 class LastStep(msgspec.Struct, frozen=True, array_like=True):
-    """Breakdown of the time of one step."""
+    """How the time of one step was spent."""
 
     number: Count  # the number of the batch
     input_s: Seconds
@@ -81,14 +81,14 @@ class LastStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PendingShares(msgspec.Struct, frozen=True):
-    """Number of measuring windows observed, and number needed before shares may change."""
+    """How many windows of steps were measured, and how many are needed before shares may change."""
 
     windows: Count  # number of windows observed with the current shares
     needed: Count  # minimum number of windows for a change
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """Optional fields of a record: rank, plan, step times, memory and gradient noise scale."""
+    """The optional fields of a record, such as rank, plan, step times and memory."""
 
     training: Text = ""  # the same in all processes of one training
     # rank of this process; -1: a single process, or unknown
@@ -125,7 +125,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveRecord(Details, frozen=True):
-    """State of a training process: its speed, its devices and its current activity."""
+    """The state of a training process: its speed, its devices and what it does now."""
 
     framework: Text
     workload: Text
@@ -147,7 +147,7 @@ class LiveRecord(Details, frozen=True):
     counted_seconds: Rate = 0.0
 
     def late_seconds(self, at_seconds: float) -> float:
-        """Return the seconds by which the next record is overdue at `at_seconds`, a Unix time.
+        """Return how many seconds late the next record is at the Unix time `at_seconds`.
 
         Returns 0 if it isn't due yet.
         """
@@ -155,16 +155,16 @@ class LiveRecord(Details, frozen=True):
 
 
 class Training(LiveRecord, frozen=True, kw_only=True):
-    """The record of a training process that is still running, with its process id."""
+    """The record of a running training process, with its process id."""
 
     pid: int
 
 
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
-    """Read the records of all training processes of this user that are still running.
+    """Read the records of all running training processes of this user.
 
     `folders` defaults to `live_folders()`. Files of processes that have ended are deleted, and
-    invalid ones are ignored. The order is by process id and time.
+    invalid files are ignored. The result is sorted by process id and time.
     """
     found: list[Training] = []
     for folder in live_folders() if folders is None else folders:
@@ -174,9 +174,9 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 
 
 def live_folders() -> tuple[Path, ...]:
-    """Return the folders where records may be, preferred ones first.
+    """Return the folders that may contain records, with the preferred folder first.
 
-    If EVENER_LIVE_DIR is set, it is the only one. Otherwise these are private runtime folders, and
+    If EVENER_LIVE_DIR is set, it is the only one. Otherwise, these are private runtime folders, and
     a folder for this machine in the user's state folder.
     """
     override = os.environ.get("EVENER_LIVE_DIR")
@@ -194,18 +194,18 @@ def live_folders() -> tuple[Path, ...]:
 
 
 def file_name(pid: int, ticks: int, serial: int) -> str:
-    """Return the name of a record's file.
+    """Return the name of the file for a record.
 
-    `ticks` is the process's start time in clock ticks since boot, and `serial` numbers its
-    reporters.
+    `ticks` is the process's start time in clock ticks since boot, and `serial` is the number of its
+    reporter.
     """
     return f"{pid}.{ticks}.{serial}.json"
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create a private folder for records, and delete files of processes that have ended.
+    """Create a private folder for records, and delete the files of processes that have ended.
 
-    Raises OSError, or PermissionError if another user owns the folder.
+    Raises OSError if that fails, and PermissionError if another user owns the folder.
     """
     make_private(folder)
     status = os.lstat(folder)
@@ -218,7 +218,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Write a file atomically, readable by this user alone.
+    """Write a file atomically, so that only this user can read it.
 
     Raises OSError if it can't be written.
     """
@@ -236,9 +236,9 @@ def start_ticks(pid: int) -> int | None:
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return the fields of `/proc/PID/stat`, beginning with the process's state.
+    """Return the fields of `/proc/PID/stat` from the process's state on.
 
-    Empty if there is no such process.
+    Returns [] if there is no such process.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as stream:
@@ -248,7 +248,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def clean(text: object) -> str:
-    """Return the first 200 characters of a text, with "?" in place of unprintable ones."""
+    """Return the first 200 characters of a text, with "?" in place of unprintable characters."""
     return "".join(sign if sign.isprintable() else "?" for sign in str(text)[:LONGEST_TEXT])
 
 
@@ -272,13 +272,12 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 
 
 def _read_small(name: str, folder: int) -> bytes:
-    """Read a small file of this user.
+    """Read a small file of this user. `folder` is the descriptor of its folder.
 
-    b"" if it isn't a regular file, or if the file's mode lets other users access it.
+    Returns at most one byte more than the largest record may have. Returns b"" if the file isn't a
+    regular file, or if other users may access it.
     """
-    # Up to one byte over the size limit is read. Pipes and other special files are empty, too.
-    # `name` is in the folder with the descriptor `folder`. The file is opened so that a pipe
-    # doesn't block the reader.
+    # a pipe is opened so that it doesn't block the reader
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, dir_fd=folder), "rb", buffering=0) as stream:
         status = os.fstat(stream.fileno())
@@ -287,8 +286,10 @@ def _read_small(name: str, folder: int) -> bytes:
 
 
 def _read_record(name: str, folder: int) -> LiveRecord | None:
-    """Read a record, or return None if the file is invalid or gone."""
-    # `folder` is the folder's descriptor
+    """Read a record, or return None if the file is invalid or doesn't exist.
+
+    `folder` is the descriptor of its folder.
+    """
     try:
         return parse_record(_read_small(name, folder))
     except OSError:

@@ -1,8 +1,9 @@
 """The journal of a training run: its speed, share changes, restarts and end.
 
-The first rank writes it, as JSON lines, if `evener launch` started the run or the script asks for
-it. A restarted run continues its file. Lines are written whole or not at all. If the disk isn't
-writable, entries are kept and written later, and a warning is issued once.
+The journal is a file of JSON lines. The first rank writes it if `evener launch` started the run or
+the script asks for it. After a restart, the run continues the same file. A line is written
+completely or not at all. While the file can't be written, entries are kept in memory for later, and
+a warning is issued once.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
 
 
 class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
-    """Journal entry: a window of steps, and how the first rank's time in it was spent."""
+    """Journal entry: a window of consecutive steps, and how the first rank spent its time."""
 
     at: At  # end of the window
     steps: Count
@@ -89,14 +90,14 @@ class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry")
 
 
 class RetreatEntry(msgspec.Struct, frozen=True, tag="retreated", tag_field="entry"):
-    """Journal entry: a pass ran out of memory and was computed again in smaller ones."""
+    """Journal entry: a pass ran out of memory, and was computed again in smaller passes."""
 
     at: At
     line: str  # names the device, the step, the rows before and after, and the seconds it took
 
 
 class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
-    """Journal entry: the gradient noise scale at a step."""
+    """Journal entry: the gradient noise scale after a number of steps."""
 
     at: At
     step: Count  # since the processes began
@@ -107,7 +108,7 @@ class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     """Journal entry: training has ended, with the exception if it failed.
 
-    A run that is killed or ended by Ctrl-C has no such entry.
+    There is no such entry if the run was killed or ended by Ctrl-C.
     """
 
     at: At
@@ -121,7 +122,7 @@ TrainingState = Literal["running", "finished", "stopped", "failed"]
 
 
 class RecordedTraining(msgspec.Struct, frozen=True):
-    """A training run as read from its journal."""
+    """A training run, as its journal describes it."""
 
     run: str
     entries: tuple[TrainingEntry, ...]
@@ -133,9 +134,10 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> TrainingState:
-        """State of the run: "running", "finished", "stopped" or "failed".
+        """The state of the run: "running", "finished", "stopped" or "failed".
 
-        A run without an end is "stopped" if its first rank's process is gone or on another host.
+        A run whose end isn't in the journal is "running" while the first rank's process exists on
+        this host, and otherwise "stopped".
         """
         last = self.entries[-1]
         start = self.start
@@ -146,13 +148,13 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
     @property
     def failure(self) -> str:
-        """The exception that ended training, or ""."""
+        """The exception that ended training, or "" if there was none."""
         last = self.entries[-1]
         return last.failure if isinstance(last, EndEntry) else ""
 
     @property
     def began_at(self) -> float:
-        """Unix time of the first start in seconds, 0 if unknown."""
+        """Unix time of the first start in seconds, or 0 if it is unknown."""
         first = self.entries[0]
         return first.at if isinstance(first, StartEntry) else 0.0
 
@@ -174,11 +176,11 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
 
 class TrainingJournal:
-    """Writes the journal of a training run, from the first rank.
+    """Writes the journal of a training run. Only the first rank has one.
 
-    `devices` and `shares` have an item for each rank. If the file can't be written, entries are
-    kept and written later, with a warning. `plan_created` is the time at which the plan was made;
-    "" without a plan.
+    `devices` and `shares` have an item for each rank. `plan_created` is the time at which the plan
+    was made, or "" without a plan. If the file can't be written, a warning is issued, and entries
+    are kept in memory and written later.
     """
 
     def __init__(
@@ -202,9 +204,9 @@ class TrainingJournal:
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
 
     def note(self, record: LiveRecord) -> None:
-        """Write what is new in a record.
+        """Write what has changed since the last record: the start, share changes, and the speed.
 
-        That is the start, share changes and, every 30 seconds, the speed.
+        The speed is written every 30 seconds.
         """
         if not self._began:
             self._begin(record)
@@ -220,20 +222,20 @@ class TrainingJournal:
         step: int,
         at_s: float,
         sums: Callable[[], StepSums],
-        quick: Callable[[], float] = lambda: 0.0,
+        fast_step: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Count the training steps up to number `step`, which ended at `at_s` monotonic seconds.
+        """Count the training steps up to the number `step`, the last of which ended at `at_s`.
 
-        If a window of steps ends here, its entry is stored for the next write. `sums` then returns
-        the first rank's step totals, and `quick` a low percentile of the step times in seconds
-        since its last call.
+        If a window of steps ends here, an entry for it is stored for the next write. `at_s` is in
+        seconds of the monotonic clock. `sums` returns the total times of the first rank's steps.
+        `fast_step` returns a low percentile of the step times since it was last called, in seconds.
         """
         # entries stay in memory until the next report, because writing may be slow
         self._core.sample(at_s)
         if self._window is None:
             self._first_s = at_s
             self._window = (step, at_s, sums())
-            quick()
+            fast_step()
             return
         if at_s < self.window_ends_at:
             return
@@ -245,14 +247,17 @@ class TrainingJournal:
         samples = steps * sum(self._shares)
         sums_s = now.minus(before)
         self._noted.append(
-            StepsEntry(time.time(), steps, seconds, samples, sums_s, quick(), self._core.take())
+            StepsEntry(time.time(), steps, seconds, samples, sums_s, fast_step(), self._core.take())
         )
         if len(self._noted) > MOST_UNWRITTEN:
             del self._noted[0]
 
     @property
     def window_ends_at(self) -> float:
-        """When the current window of steps may end, in monotonic seconds; -inf before the first."""
+        """The earliest end of the current window of steps, in seconds of the monotonic clock.
+
+        -inf before the first window.
+        """
         if self._window is None:
             return -math.inf
         begun_s = self._window[1]
@@ -262,25 +267,25 @@ class TrainingJournal:
 
     @property
     def due_at(self) -> float:
-        """When to call `count` next, in monotonic seconds.
+        """When `count` has to be called next, in seconds of the monotonic clock.
 
-        A window of steps then ends, or a sample of the CPU's speed is due.
+        A window of steps ends then, or the CPU's speed has to be measured.
         """
         return min(self.window_ends_at, self._core.due_at)
 
     def note_change(self, change: ShareChange) -> None:
-        """Write a change of shares, unless it is already written."""
+        """Write a change of shares, unless it was already written."""
         if change not in self._changes:
             self._changes.add(change)
             self._noted.append(ChangeEntry(change))
             self._write_noted()
 
     def note_retreat(self, line: str) -> None:
-        """Note a pass that was computed again in smaller ones, for the next write."""
+        """Store a line about a pass that ran out of memory, for the next write."""
         self._noted.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
 
     def _write_noted(self) -> None:
-        """Write entries that were stored for later, once the journal has begun."""
+        """Write the stored entries, if the journal has begun."""
         if not self._began:
             return
         for entry in self._noted:
@@ -331,7 +336,7 @@ class TrainingJournal:
         )
 
     def _note_speed(self, record: LiveRecord) -> None:
-        """Write the speed since the last speed entry, and the noise scale if known."""
+        """Write the speed since the last speed entry, and the noise scale if it is known."""
         # the first report only marks the start of the measured time
         earlier = self._from
         self._from = record
@@ -355,8 +360,8 @@ class TrainingJournal:
             )
 
     def _append(self, entry: TrainingEntry) -> None:
-        """Write an entry after all unwritten ones."""
-        # of too many unwritten entries, the oldest is dropped, but never the start
+        """Write an entry after all entries that couldn't be written yet."""
+        # if there are too many unwritten entries, the oldest is dropped, but never the start
         self._unwritten.append(entry)
         if len(self._unwritten) > MOST_UNWRITTEN:
             oldest = 1 if isinstance(self._unwritten[0], StartEntry) else 0
@@ -364,8 +369,7 @@ class TrainingJournal:
         self._flush()
 
     def _flush(self) -> None:
-        """Write all unwritten entries, and warn if that fails."""
-        # entries that couldn't be written are kept for later
+        """Write all unwritten entries. If that fails, warn and keep them for later."""
         try:
             if self._descriptor < 0:
                 self._descriptor = _open_journal(self._run)
@@ -382,7 +386,7 @@ class TrainingJournal:
 
 
 def _open_journal(run: str) -> int:
-    """Open a run's journal for appending, and remove an incomplete last line.
+    """Open a run's journal for appending, and cut off an incomplete last line.
 
     Raises OSError if it isn't a regular file.
     """
@@ -401,7 +405,7 @@ def _open_journal(run: str) -> int:
 
 
 def _cut_incomplete_line(descriptor: int) -> None:
-    """Truncate the file after its last newline."""
+    """Truncate a file after its last newline."""
     size = os.fstat(descriptor).st_size
     whole = size
     while whole > 0:
@@ -416,9 +420,9 @@ def _cut_incomplete_line(descriptor: int) -> None:
 
 
 def _write_whole(descriptor: int, line: bytes) -> None:
-    """Append a line whole or not at all.
+    """Append a line to a file completely or not at all.
 
-    Raises OSError if the write fails.
+    Raises OSError if it can't be written.
     """
     before = os.fstat(descriptor).st_size
     try:
@@ -427,5 +431,4 @@ def _write_whole(descriptor: int, line: bytes) -> None:
     except OSError:
         with suppress(OSError):
             os.ftruncate(descriptor, before)
-        # the incomplete line is gone
         raise

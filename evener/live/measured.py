@@ -1,4 +1,4 @@
-"""Convert the records of ranks into the metrics for finding bottlenecks."""
+"""Convert the ranks' records to the measurements from which bottlenecks are found."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .files import LiveDevice, LiveRecord
 
 
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
-    """Return the totals of a device's times over recent steps.
+    """Return the total times of a device's recent steps.
 
-    If they weren't reported, the result is a single step made of the reported median times.
+    If a record has no totals, its median times are returned as a single step.
     """
     # Without medians either, the sums are empty. The record's sums are the whole process's, not
     # those of one of several devices.
@@ -35,7 +35,9 @@ def measure_rank(
 ) -> MeasuredRank:
     """Return the measurements of a device from which `judge_training` finds bottlenecks.
 
-    - `sums`: its step totals.
+    - `record`, `live`: the rank's record, and its entry for the device.
+    - `name`: the device's name for messages.
+    - `sums`: total times of the device's steps.
     - `micro`: its rows per pass.
     - `starved`: the fraction of time in which its threads waited for a CPU core.
     """

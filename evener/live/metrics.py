@@ -1,4 +1,4 @@
-"""Metrics of the training run for experiment trackers."""
+"""Metrics of this process's training run for experiment trackers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PREFIX = "evener/"  # prefix of every name; trackers group metrics by it
 
 
 class _Cache:
-    """The last metrics and the time until which they are valid."""
+    """The last metrics, and until when they may be returned again."""
 
-    # `metrics` may be called in every step, while files change only twice a second
+    # `metrics` may be called in every step, but files change only twice a second
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = weakref.ref(reporter)
@@ -30,10 +30,10 @@ _cache: _Cache | None = None
 
 
 def metrics() -> dict[str, float]:
-    """Return metrics of the running training run, by names such as "evener/samples_per_second".
+    """Return metrics of the current training run, by names such as "evener/samples_per_second".
 
-    Names such as "evener/rank0/rows" are for single ranks on this host. Times are in milliseconds.
-    Metrics that are unknown or 0 are left out. Returns {} before the first report.
+    Names such as "evener/rank0/rows" are for one of the ranks on this host. Times are in
+    milliseconds. Metrics that are unknown or 0 are left out. Returns {} before the first report.
     """
     # files are read at most twice a second
     global _cache
@@ -52,8 +52,10 @@ def metrics() -> dict[str, float]:
 
 
 def _find_local_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
-    """Return the records of all ranks on this host."""
-    # They belong to the same training run as `own`, this process's record.
+    """Return the records of all ranks of this training run on this host.
+
+    `own` is this process's record.
+    """
     if not own.training:
         return (own,)
     every = [training for training in read_trainings() if training.training == own.training]
@@ -62,7 +64,7 @@ def _find_local_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
 
 
 def join_metrics(ranks: Sequence[LiveRecord]) -> dict[str, float]:
-    """Return the metrics of a training run from the records of its ranks."""
+    """Combine the records of the ranks of a training run into its metrics."""
     ranks = sorted(ranks, key=lambda each: each.rank)
     found = _join_training(ranks)
     placed = list(chain.from_iterable(_number_devices(rank) for rank in ranks))
@@ -74,7 +76,7 @@ def join_metrics(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
-    """Return metrics for the training run as a whole."""
+    """Return the metrics of the whole training run, from the records of its ranks."""
     speed = sum(rank.samples_per_second for rank in ranks)
     plan = max(rank.plan_samples_per_second for rank in ranks)
     seen = len({rank.rank for rank in ranks})
@@ -112,11 +114,10 @@ def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
-    """Return a record's devices, each with the number that appears in its metrics' names.
+    """Return the devices of a record with the numbers that metrics' names have for them.
 
-    For a process with a single device, that is its rank.
+    If a process has a single device, the number is its rank.
     """
     devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
-    # a single device gets the rank's number
     first = max(0, record.rank) if len(devices) == 1 else 0
     return tuple(enumerate(devices, first))

@@ -1,6 +1,7 @@
-"""Report the steps of this process to evener's monitor.
+"""Report the training steps of this process to evener's monitor.
 
-Reports take less than 0.05 % of the time. A full disk or a missing folder doesn't disturb training.
+Reporting takes less than 0.05 % of the time. A full disk or a missing folder doesn't disturb
+training.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from .journal import TrainingJournal
 
 
 class DeviceTimes(NamedTuple):
-    """Times of a device in a step, in seconds, as in LiveDevice."""
+    """A device's times per step in seconds. LiveDevice explains the fields."""
 
     own_work_s: float = 0.0
     waiting_s: float = 0.0
@@ -57,20 +58,20 @@ class DeviceTimes(NamedTuple):
 
 
 def sum_up(own: Sequence[float], waiting: Sequence[float]) -> DeviceTimes:
-    """Return a device's typical compute and waiting times from lists of its last steps' times.
+    """Return a device's typical times from the times of its last steps, in seconds.
 
-    All values are in seconds.
+    `own` are its compute times, and `waiting` its waiting times.
     """
     return DeviceTimes(middle(own), middle(waiting), max(0.0, _lowest_tenth(waiting)), spread(own))
 
 
 def middle(values: Sequence[float]) -> float:
-    """Return the median, at least 0; 0 if there are no values."""
+    """Return the median of values, or 0 if it is negative or there are no values."""
     return max(0.0, median(values)) if values else 0.0
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the interquartile range of values divided by their median, 0 if unknown."""
+    """Return the interquartile range of values divided by their median, or 0 if unknown."""
     low, half, high = quantiles(values) if len(values) > 1 else (0.0, 0.0, 0.0)
     return (high - low) / half if half > 0 else 0.0
 
@@ -102,7 +103,7 @@ NO_RATES = (0.0, 0.0, 0.0)
 
 
 class _Counts(NamedTuple):
-    """How many samples and tokens had been trained at some time."""
+    """How many samples and tokens had been processed at some time."""
 
     at: float  # monotonic seconds
     samples: int
@@ -120,12 +121,12 @@ class _Cores:
         self._whole_s = self._starved_s = 0.0
 
     def read_last(self) -> None:
-        """Take a last reading at the end of the run; a short run has no other."""
+        """Measure once more at the end of a run."""
         # in a short run, it is the only one
         self._update(LAST_CORE_SECONDS)
 
     def _update(self, seconds: float) -> None:
-        """Measure again how long threads have waited for CPU cores, at most every `seconds`."""
+        """Measure again, if the last measurement is at least `seconds` seconds ago."""
         now = time.monotonic()
         if now >= self._read_at + seconds:
             self._read_at = now
@@ -135,8 +136,10 @@ class _Cores:
             self._starved_s += seen.starved_s
 
     def read(self) -> tuple[float, float]:
-        """Return the fraction of time spent waiting for a core, lately and over the whole run."""
-        # this is the time of all threads
+        """Return the fraction of time for which threads waited for a CPU core.
+
+        The first value is for the last seconds, and the second for the whole run.
+        """
         self._update(CORE_SECONDS)
         wall_s = sum(each.wall_s for each in self._last)
         starved_s = sum(each.starved_s for each in self._last)
@@ -147,14 +150,15 @@ class _Cores:
 class Reporter:
     """Counts the training steps of this process, and writes a record for the monitor.
 
-    Writes are at least half a second apart, and rarer on a slow disk. Safe across threads and
-    forks.
+    Records are written at most every half second, and less often if the disk is slow. A reporter
+    may be used by several threads, and in a forked process.
 
     - `details`: returns metrics of this rank and the times of its devices.
-    - `journal`: also receives each record.
-    - `now`: returns the current batch and activity, which are shown when no step ends in time.
-    - `sums`: returns the totals of all steps, for the journal.
-    - `quick`: returns a low percentile of recent step times in seconds, for the journal.
+    - `journal`: the journal that each record is also added to, if any.
+    - `activity`: returns the current batch and what the process does. The record has them when no
+      step ends in time.
+    - `sums`: returns the total times of all steps, for the journal.
+    - `fast_step`: returns a low percentile of recent step times in seconds, for the journal.
     """
 
     _serials = iter(range(1 << 29))
@@ -163,15 +167,15 @@ class Reporter:
         self,
         details: Callable[[], tuple[Details, Sequence[DeviceTimes]]] = lambda: (Details(), ()),
         journal: TrainingJournal | None = None,
-        now: Callable[[], tuple[int, Doing]] | None = None,
+        activity: Callable[[], tuple[int, Doing]] | None = None,
         sums: Callable[[], StepSums] = StepSums,
-        quick: Callable[[], float] = lambda: 0.0,
+        fast_step: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._serial = next(self._serials)
         self._details = details
-        self._now = now
+        self._now = activity
         self._sums = sums
-        self._quick = quick
+        self._quick = fast_step
         self._reset()
         self._journal = journal
         _reporters.add(self)
@@ -213,14 +217,14 @@ class Reporter:
         """Count a step of `samples` samples.
 
         - `devices`: the devices that computed it, as ids, indexes or shares of a plan.
+        - `workload`, `framework`: names to show in the monitor.
         - `batches`: samples of each device; by default as in the plan.
-        - `timed`: False keeps the step out of all rates.
+        - `timed`: False excludes the step from all rates, for example because it compiles.
         - `tokens`: tokens of the step, without and with padding.
 
         Raises RequestError unless `samples` is a whole number of at least 0, or if `batches` don't
         match `devices`.
         """
-        # a step that compiles, for example, isn't timed
         if samples.__class__ is not int or samples < 0:
             samples = _whole(samples)
         with self._lock:
@@ -235,10 +239,10 @@ class Reporter:
             self._note_step(now)
 
     def count(self, samples: int, tokens: tuple[int, int] = (0, 0)) -> bool:
-        """Count a step like the last one reported, at lower cost than `report`.
+        """Count a step that used the same devices and names as the last report.
 
-        Returns False and counts nothing before the first report. Call it only from the reporting
-        thread.
+        This costs less time than `report`. Returns False and counts nothing if there was no report
+        yet. Call it only from the thread that reports.
         """
         # without the lock, a record that another thread makes may lack the samples of this step
         if self._last_call is None:
@@ -257,8 +261,10 @@ class Reporter:
         return True
 
     def _note_step(self, now: float) -> None:
-        """After a step, write the live record and add to the journal if they are due."""
-        # `now` is in seconds of the monotonic clock
+        """After a step, write the record and extend the journal if they are due.
+
+        `now` is in seconds of the monotonic clock.
+        """
         self._reported_at = now
         if self._step == FIRST_STEPS:
             self._counted_from = self._count(now)
@@ -273,9 +279,9 @@ class Reporter:
             self._next_check = min(self._next_write, due_at)
 
     def close(self) -> None:
-        """Delete the live record's file, and finish the journal.
+        """Delete the file of the live record, and finish the journal.
 
-        If a step is reported later, both start again.
+        If a step is reported later, both begin again.
         """
         with self._lock:
             if self._file is not None:
@@ -291,9 +297,9 @@ class Reporter:
                 self._journal.close()
 
     def discard(self) -> None:
-        """Close without a last record, and delete the launcher's copy.
+        """Close without writing a last record, and delete the copy for the launcher.
 
-        This is for a training run that another reporter reports, too; its journal stays.
+        Use it if another reporter also reports this training run. The journal stays.
         """
         with self._lock:
             self._last_call = None
@@ -304,7 +310,7 @@ class Reporter:
                     self._kept_file(kept).unlink(missing_ok=True)
 
     def _note_end(self) -> None:
-        """Write the last steps to the journal, and to the copy of the record for the launcher."""
+        """Write the last steps to the journal, and to the launcher's copy of the record."""
         # they aren't in a file yet
         kept = launched_records()
         if self._last_call is None or self._ticks is None:
@@ -322,7 +328,7 @@ class Reporter:
                 self._keep(record, kept)
 
     def _leave_out(self, seconds: float, *counts: int) -> None:
-        """Exclude one step from the reported speeds.
+        """Exclude a step from the reported speeds.
 
         `seconds` is its duration, and `counts` are its samples and tokens.
         """
@@ -339,8 +345,10 @@ class Reporter:
         return _Counts(now, self._samples, self._tokens, self._padded)
 
     def _recent_rates(self, now: float) -> tuple[float, float, float] | None:
-        """Return samples/s, tokens/s and the fraction of padding over the last seconds, or None."""
-        # The first call returns None, because rates need two points in time.
+        """Return samples/s, tokens/s and the fraction of padding over the last seconds.
+
+        The first call returns None, because a rate needs two points in time.
+        """
         points = self._points
         points.append(self._count(now))
         while len(points) > 2 and now - points[0].at > WINDOW_SECONDS:
@@ -359,7 +367,7 @@ class Reporter:
         )
 
     def read(self) -> LiveRecord | None:
-        """Return the current record, or None before the first."""
+        """Return the current record, or None if there is none yet."""
         # this record may be newer than the file, if the disk is slow
         with self._lock:
             if self._record is None or self._last_call is None:
@@ -374,9 +382,11 @@ class Reporter:
         batches: Sequence[int] | None,
         rates: tuple[float, float, float] | None,
     ) -> None:
-        """Write the record to its live file, to the journal, and to a copy for the launcher."""
+        """Write the record to its file, to the journal, and to a copy for the launcher.
+
+        `rates` are None if they aren't known yet.
+        """
         # This also schedules the next write, and starts the thread that notices steps that hang.
-        # Rates are None while they aren't known.
         if rates is None and self._journal is None:
             return
         began = time.monotonic()
@@ -405,7 +415,7 @@ class Reporter:
                 ).start()
 
     def _note(self, record: LiveRecord) -> None:
-        """Add the live record to the training run's journal, if there is one."""
+        """Add a record to the training run's journal, if it has one."""
         # a launched run in which this process reports for all devices gets a journal here
         if self._journal is None and _is_launched_alone() and not _has_journal():
             shown = [
@@ -443,16 +453,15 @@ class Reporter:
 
     def _keep(self, record: LiveRecord, folder: Path) -> None:
         """Write a copy of the record that the launcher can read after this process has exited."""
-        # the launcher reads the copy after this process has exited
         with contextlib.suppress(OSError):
             replace_file(self._kept_file(folder), msgspec.json.encode(record))
 
     def _kept_file(self, folder: Path) -> Path:
-        """Return the path of the record's copy for the launcher."""
+        """Return the path of the launcher's copy of the record."""
         return folder / f"{self._pid}.{self._serial}.json"
 
     def _write(self, record: LiveRecord) -> None:
-        """Write the live record to the first writable folder, and keep using that folder."""
+        """Write the record to the first writable folder, and use that folder from then on."""
         # `_file` stays None if no folder is writable
         self._record = record
         content = msgspec.json.encode(record)
@@ -468,18 +477,17 @@ class Reporter:
                 return
 
     def _report_activity_if_late(
-        self, now: Callable[[], tuple[int, Doing]], ended: threading.Event
+        self, activity: Callable[[], tuple[int, Doing]], ended: threading.Event
     ) -> None:
-        """Write the current batch and activity into the record while no step ends in time.
+        """While no step ends in time, write the current batch and activity into the record.
 
-        `now` returns them. Runs in a thread of its own until `ended` is set.
+        `activity` returns them. Runs in its own thread until `ended` is set.
         """
-        # until the training run ends
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
                 record, (batch, doing), late = (
                     self._record,
-                    now(),
+                    activity(),
                     time.monotonic() - self._reported_at,
                 )
                 if (
@@ -501,13 +509,13 @@ _own: Reporter | None = None
 
 
 def newest_reporter() -> Reporter | None:
-    """Return the reporter with the most recent step, or None if none has a record."""
+    """Return the reporter with the most recent step, or None if no reporter has a record."""
     reporting = [reporter for reporter in list(_reporters) if reporter._record is not None]
     return max(reporting, key=lambda each: each._reported_at, default=None)
 
 
 def is_reported_elsewhere(own: Reporter | None) -> bool:
-    """Return True if a reporter of this process other than `own` has reported steps."""
+    """Return True if another reporter of this process than `own` has reported steps."""
     return any(
         reporter is not own and reporter._last_call is not None for reporter in list(_reporters)
     )
@@ -521,7 +529,7 @@ def report(
     framework: str = "",
     batches: Sequence[int] | None = None,
 ) -> None:
-    """Report one training step to evener's monitor, from a training loop of your own.
+    """Report a training step to evener's monitor, if you write your own training loop.
 
     - `samples`: samples of the step.
     - `devices`: the devices that computed it, as ids, indexes or shares of a plan.
@@ -538,9 +546,8 @@ def report(
 
 
 def _is_launched_alone() -> bool:
-    """Return True if a launcher started this process, and it reports for the whole training run."""
-    # `evener launch` has then started the training run. Such a process is the run's only one or, in
-    # Keras, the first of its group.
+    """Return True if a launcher started this process, and no other process reports the run."""
+    # Such a process is the run's only one or, in Keras, the first of its group.
     return bool(launched_run()) and os.environ.get("WORLD_SIZE", "1") == "1"
 
 
@@ -551,13 +558,12 @@ def _has_journal() -> bool:
 def _describe_devices(
     devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
-    """Return the devices of a report, each with its part of the total speed.
+    """Return the devices of a report, each with its fraction of the total speed.
 
-    The parts are in proportion to the devices' samples. Raises RequestError if the number of
+    `devices` and `batches` are as in `report`, and `rate` is the samples/s of all devices together.
+    The speed is divided in proportion to the devices' samples. Raises RequestError if the number of
     batches differs from the number of devices.
     """
-    # `rate` is the samples/s of all devices together. `devices` and `batches` are arguments of
-    # `report`.
     named = [_identify_device(device) for device in devices]
     sizes = (
         [device.batch for device in named]
@@ -585,8 +591,8 @@ def _describe_devices(
 
 
 def _identify_device(device: str | int | Share) -> LiveDevice:
-    """Describe a device that is given as an id, an index or a share of a plan."""
-    # for a plan's share, it also has the samples per step and per pass, the curve and the limit
+    """Return the entry for a device that is given as an id, an index or a share of a plan."""
+    # a plan's share also has the samples per step and per pass, the curve and the limit
     if isinstance(device, Share):
         index = max(-1, device.index)
         host = clean(device.host)
@@ -619,8 +625,8 @@ def _whole(samples: object) -> int:
 
 
 def _reset_all() -> None:
-    """Reset all reporters in a forked process."""
-    # the parent's files stay untouched
+    """Reset all reporters after a fork, in the child process."""
+    # the parent's files aren't touched
     for reporter in list(_reporters):
         reporter._reset()
 
@@ -632,6 +638,6 @@ def _close_all() -> None:
 
 @cache
 def _follow_process() -> None:
-    """Register the hooks for a fork and for the exit of this process, once."""
+    """Register what to do when this process forks or exits, once."""
     os.register_at_fork(after_in_child=_reset_all)
     atexit.register(_close_all)

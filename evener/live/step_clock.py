@@ -1,7 +1,4 @@
-"""Report steps of training loops whose batches evener doesn't divide among devices.
-
-A step is timed from one call to another.
-"""
+"""Report the steps of training loops whose batches evener doesn't divide among devices."""
 
 from __future__ import annotations
 
@@ -17,9 +14,10 @@ KEPT_STEPS = 50  # number of steps stored for medians
 
 
 class ClockedReports:
-    """Times a training loop's steps between `begin` and `end`, and reports them.
+    """Times the steps of a training loop, and reports them.
 
-    The time from one step's end to the next one's beginning is reported as waiting for input.
+    Call `begin` and `end` in each step. The time from the end of a step to the beginning of the
+    next one is reported as waiting for input.
     """
 
     # In that time, the process waits for the loader or runs callbacks. Times are measured on the
@@ -37,11 +35,11 @@ class ClockedReports:
         self._reporter = Reporter(self._describe)
 
     def begin(self) -> None:
-        """Mark the start of a step's computation."""
+        """Mark the beginning of a step's computation."""
         self._begun = time.perf_counter()
 
     def end(self, rows: int, devices: Devices = ()) -> None:
-        """Mark the end of a step, and report its rows."""
+        """Mark the end of a step, and report how many rows it had."""
         now = time.perf_counter()
         if self._ended and self._begun > self._ended:
             self._steps.append(now - self._ended)
@@ -52,11 +50,11 @@ class ClockedReports:
         )
 
     def interrupt(self) -> None:
-        """Don't count the time from now to the next step, for example during validation."""
+        """Exclude the time until the next step from the step times, for example for validation."""
         self._ended = 0.0
 
     def close(self) -> None:
-        """Stop reporting."""
+        """End the reports."""
         self._reporter.close()
 
     def _describe(self) -> tuple[Details, Sequence[DeviceTimes]]:
@@ -72,7 +70,10 @@ class ClockedReports:
 
 
 def find_group(world: int) -> str:
-    """Return a name shared by all processes of this training run, "" for a single process."""
+    """Return a name that all processes of this training run share, or "" for a single process.
+
+    `world` is the number of processes.
+    """
     # the name consists of the environment variables of the processes' rendezvous
     place = (
         os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
