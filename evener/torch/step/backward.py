@@ -1,4 +1,4 @@
-"""Detect calls of `Tensor.backward`, and which function computed the loss."""
+"""Detect each call of `Tensor.backward`, and find the function that computed the loss."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DEPTH, MOST = 8, 32  # maximum depth and number of operations to list before the
 
 
 class LossListener(Protocol):
-    """Interface of objects that observe each loss right before its backward pass."""
+    """Interface of objects that are called with each loss right before its backward pass."""
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Called before a backward pass with its loss.
+        """Called right before the backward pass of a loss.
 
         `made_of` lists the last operations that computed the loss, and `caller` is the frame that
         called `backward`.
@@ -36,7 +36,7 @@ _LISTENERS: WeakList[Any] = WeakList()
 
 
 def listen(listener: LossListener) -> Callable[[], Any]:
-    """Call `listener.note_loss` before each backward pass; return a function to stop that."""
+    """Call `listener.note_loss` before each backward pass; return a function that stops this."""
     # without listeners, `Tensor.backward` is PyTorch's original method
     _LISTENERS.add(listener)
     release = _HOOKS.hold(listener)
@@ -50,7 +50,7 @@ def listen(listener: LossListener) -> Callable[[], Any]:
 
 
 def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of `Tensor.backward`, which calls the listeners first."""
+    """Return a replacement for `Tensor.backward` that calls the listeners first."""
 
     @wraps(own)
     def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Find out which batch a forward pass computes, because batches may weight ranks differently."""
+"""Find out which batch a forward pass computes, because ranks' weights may differ by batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..rows.structure import tensors_in
 class TakenBatch:
     """A batch that a loader has yielded, with weak references to its tensors.
 
-    `sizes` are the rows of each rank, and `origin` is the epoch that the batch is from.
+    `sizes` has the row count of each rank, and `origin` is the loop over the loader that yielded
+    the batch.
     """
 
     __slots__ = ("number", "origin", "sizes", "tensors", "used")
@@ -59,7 +60,7 @@ Match = Callable[[Any, Sequence[TakenBatch]], list[TakenBatch]]
 
 
 def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """Return the batches with the most tensors in common with `data`; [] if none has any."""
+    """Return the batches that share the most tensors with `data`; [] if none shares any."""
     given = set(map(id, tensors_in(data)))
     counts = [sum(id(tensor) in given for tensor in batch.alive()) for batch in batches]
     most = max(counts, default=0)
@@ -69,9 +70,9 @@ def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
 
 
 class BatchTracker:
-    """Remembers batches that the user's loop may still compute, and recognizes a model's inputs.
+    """Remembers the batches that the user's loop may still compute, to recognize a model's inputs.
 
-    A forward pass gets the weights of the batch that its inputs come from.
+    The gradients of a forward pass are weighted as for the batch that its inputs come from.
     """
 
     # the tracker that received the last batch
@@ -101,7 +102,7 @@ class BatchTracker:
         self._only = taken if len(self._epochs) == 1 and follows else None
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Record a batch by its row counts by rank, for loops without evener's loader."""
+        """Record a batch of a loop without evener's loader, given the row count of each rank."""
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
 
@@ -111,7 +112,9 @@ class BatchTracker:
         self._only = None
         origin.open = False
         origin.unfinished = not (origin.batches and origin.batches[-1].used)
-        self._epochs = [epoch for epoch in self._epochs if epoch.open or _is_kept(epoch, origin)]
+        self._epochs = [
+            epoch for epoch in self._epochs if epoch.open or _may_be_computed(epoch, origin)
+        ]
         if self.current is not None and self.current.origin is origin:
             left = [epoch.batches[-1] for epoch in self._epochs if epoch.open]
             self.current = left[-1] if left else None
@@ -143,9 +146,9 @@ class BatchTracker:
 
     def _list_candidates(self, training: bool) -> list[Epoch]:
         """Return the loops over loaders whose batches a forward pass may compute."""
-        # Usually, the training epochs that haven't ended; if all have ended, all of them; without
-        # training epochs, the newest epoch. In evaluation mode, a newest epoch for validation is
-        # the only one.
+        # Usually the training loops that haven't ended, or all of them if all have ended; without
+        # training loops, the newest loop. In evaluation mode, a newest loop for validation is the
+        # only one.
         epochs = [epoch for epoch in self._epochs if epoch.may_be_computed()]
         if not epochs:
             return []
@@ -153,10 +156,10 @@ class BatchTracker:
         validates = not training and not newest.training
         if validates or newest is self._manual:
             return [newest]
-        return _list_trained(epochs) or [newest]
+        return _list_training(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that `data` comes from, or None if every possible one would do.
+        """Return the batch that `data` comes from, or None if it doesn't matter which one it is.
 
         Raises RequestError if batches with different weights are possible.
         """
@@ -176,9 +179,9 @@ class BatchTracker:
         return None
 
 
-def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
+def _list_training(epochs: Sequence[Epoch]) -> list[Epoch]:
     """Return the training loops whose batches a forward pass may compute."""
-    # usually those that haven't ended; if all have ended, all of them
+    # usually those that haven't ended, or all of them if all have ended
     trained = [epoch for epoch in epochs if epoch.training]
     running = [each for each in trained if each.open]
     if not running:
@@ -190,29 +193,27 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
     return [each for each in trained if each.open or each.leaves_one()]
 
 
-def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """Return whether any of the possible batches would do, because weights are the same.
+def _makes_no_difference(possible: Sequence[TakenBatch], epoch_count: int) -> bool:
+    """Return whether all possible batches, and those after them, give ranks the same weights.
 
-    The weights of later batches then have to be the same, too.
+    It then doesn't matter which of them is computed. `epoch_count` is the number of loops that they
+    may be from.
     """
-    # Then all batches give each rank the same weight, and the choice doesn't affect later batches.
-    # `epochs` is the number of epochs that the batches may be from.
     newest = possible[-1]
-    one_each = len(possible) == epochs or newest.origin.tail is None
+    one_each = len(possible) == epoch_count or newest.origin.tail is None
     return one_each and all(batch.can_share_backward(newest) for batch in possible)
 
 
-def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """Return whether batches of a loop may still be computed after a loop has ended."""
-    # `ended` is the epoch that has just ended. `epoch` is the one that has ended, or its newest
-    # batch is still in use.
+def _may_be_computed(epoch: Epoch, ended: Epoch) -> bool:
+    """Return whether batches of a loop may still be computed, now that the loop `ended` is over."""
+    # `epoch` is the loop that has just ended, or its newest batch is still in use
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Remove the batches that the user's loop has computed or can't compute any more."""
-    # These are the batches before a used one. While there are more than two, the oldest is also
-    # removed if the loop no longer holds its tensors.
+    """Remove the batches that the user's loop has already computed or can't compute any more."""
+    # These are the batches before a used one. The oldest of more than two batches is also removed
+    # if the user's loop no longer holds its tensors.
     if batches and batches[-1].used:
         del batches[:-1]
     while len(batches) > 2 and not batches[0].is_alive():
@@ -228,7 +229,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """Return whether all batches in these loops give ranks the same weights."""
+    """Return whether all batches of these loops give ranks the same weights."""
     # the current batch may be from any of them
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for epoch in epochs for batch in epoch.batches):

@@ -1,4 +1,4 @@
-"""Checks before each optimizer step that gradients are summed and its state fits in memory."""
+"""Check before each optimizer step that gradients are summed and that the state fits in memory."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _PARAMETERS = itemgetter("params")  # returns the parameters of an optimizer's p
 
 
 class OptimizerCheck:
-    """Checks that gradients are summed over ranks, and that an optimizer's state fits in memory.
+    """Checks before an optimizer's step that gradients are summed over ranks.
 
-    It runs before the optimizer's steps.
+    Before the first step, it also checks that the optimizer's state fits in memory.
     """
 
-    # in a hook that PyTorch calls before each optimizer step
+    # it runs in a hook that PyTorch calls before each optimizer step
 
     def __init__(self) -> None:
         # step schedules once per batch; accelerate by default steps them once per process
@@ -47,7 +47,7 @@ class OptimizerCheck:
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def forget(self) -> None:
-        """Forget which optimizers were checked, so that all are checked again at the next step."""
+        """Forget which optimizers were checked, so that each is checked again at its next step."""
         self._known.clear()
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
@@ -92,7 +92,7 @@ class OptimizerCheck:
 
     def _watch_schedules(self) -> None:
         """Make accelerate step learning-rate schedules once per batch, not once per process."""
-        # by default, accelerate steps it once per process, as if each process had a whole batch
+        # accelerate's default would be right if each process had a whole batch
         kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
         if kind is None or kind in self._watched or not self.steps_schedules:
             return
@@ -115,7 +115,7 @@ OPTIMIZER_CHECK = OptimizerCheck()
 
 
 def _find_trainer() -> Any:
-    """Return the object that weights the training run's gradients, or None if there is none."""
+    """Return the BatchWeights object that weights the gradients, or None if there is none."""
     # None if no weights are needed, or if a trainer's adapter weights the losses
     found = BatchTracker.newest()
     if (
@@ -133,7 +133,7 @@ _STATE_TENSORS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "R
 
 
 def check_memory(optimizer: Any, trained: list[Any]) -> None:
-    """Raise a DeviceError if the state of the optimizer's first step doesn't fit in memory."""
+    """Raise a DeviceError if the state of an optimizer's first step doesn't fit in memory."""
     # otherwise the first step would fail after updating some of the weights
     if optimizer.state:
         return
@@ -151,9 +151,9 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 
 
 def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
-    """If memory is short, have an optimizer update parameters one by one, not by `foreach`.
+    """Make an optimizer update parameters one by one, without `foreach`, if memory is short.
 
-    `tensors` is the number of state tensors per parameter that are allocated in the step.
+    `tensors` is the number of state tensors per parameter that the step allocates.
     """
     # a step that ran out of memory halfway would leave only some of the parameters updated
     for group in optimizer.param_groups:
@@ -174,15 +174,13 @@ def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
             )
 
 
-def _memory_holds(parameters: list[Any], tensors: int) -> bool:
-    """Return whether `tensors` tensors of each parameter's size fit in memory."""
-    # such tensors are allocated and freed again to find out
+def _memory_holds(parameters: list[Any], copies: int) -> bool:
+    """Return whether memory has room for several copies of each parameter."""
+    # the copies are allocated and freed again to find out
     for last in (False, True):
         held: list[torch.Tensor] = []
         try:
-            held += (
-                torch.empty_like(parameter) for parameter in parameters for _ in range(tensors)
-            )
+            held += (torch.empty_like(parameter) for parameter in parameters for _ in range(copies))
             return True
         except Exception as error:
             if not is_out_of_memory(error):
@@ -205,8 +203,8 @@ def check_summed(optimizer: Any) -> None:
     _applied[optimizer] = {id(exchange): exchange.sums for exchange in exchanges}
     if not any(exchange.waits for exchange in exchanges):
         return
-    applied = _list_applied(optimizer)
-    own = [exchange for exchange in exchanges if exchange.has_any(applied)]
+    with_gradients = _list_with_gradients(optimizer)
+    own = [exchange for exchange in exchanges if exchange.has_any(with_gradients)]
     if any(each.unsummed for each in own):
         raise RequestError(
             "The optimizer is about to apply gradients that weren't summed over the ranks: "
@@ -215,11 +213,11 @@ def check_summed(optimizer: Any) -> None:
             "the end of an epoch.",
         )
     if before is not None and not _has_summed(own, before):
-        _check_seen(own)
+        _check_detected(own)
 
 
-def _check_seen(exchanges: list[Exchange]) -> None:
-    """Raise RequestError if gradients were computed in a way that evener can't detect."""
+def _check_detected(exchanges: list[Exchange]) -> None:
+    """Raise RequestError if evener didn't detect the backward pass that computed gradients."""
     if any(exchange.waits for exchange in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "
@@ -230,13 +228,15 @@ def _check_seen(exchanges: list[Exchange]) -> None:
         )
 
 
-def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
-    """Return whether any exchange has all-reduced gradients since the optimizer's last step."""
-    # `before` has each exchange's number of sums at that step, by the exchange's id
-    return any(exchange.sums > before.get(id(exchange), 0) for exchange in exchanges)
+def _has_summed(exchanges: list[Exchange], earlier_sums: dict[int, int]) -> bool:
+    """Return whether any exchange has all-reduced gradients since the optimizer's last step.
+
+    `earlier_sums` has the number of sums of each exchange at that step, by the exchange's id.
+    """
+    return any(exchange.sums > earlier_sums.get(id(exchange), 0) for exchange in exchanges)
 
 
-def _list_applied(optimizer: Any) -> set[int]:
-    """Return the ids of the optimizer's parameters that now have a gradient."""
+def _list_with_gradients(optimizer: Any) -> set[int]:
+    """Return the ids of the optimizer's parameters that have a gradient now."""
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(each) for each in every if each.grad is not None}

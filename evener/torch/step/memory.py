@@ -12,7 +12,7 @@ from ...training.memory_growth import LEFT, LEFT_AT_RISK, MemoryPeaks
 
 
 class MemoryGauge:
-    """Estimates the largest pass that fits in the memory of a device.
+    """Estimates how many rows fit in a device's memory in one pass.
 
     `world` is the number of ranks. On CPUs, the ranks of one machine share its memory.
     """
@@ -29,9 +29,9 @@ class MemoryGauge:
         self.at_risk = True
 
     def measure(self, rows: int) -> int:
-        """Measure memory after a step, and return the estimated largest pass in rows.
+        """Measure memory after a step, and estimate how many rows fit in one pass.
 
-        `rows` is the number of rows in the largest pass. The result is 0 if unknown.
+        `rows` is the number of rows in the step's largest pass. The result is 0 if unknown.
         """
         if self._device.type == "cuda":
             self._capacity_bytes = self._measure_gpu(rows)
@@ -40,10 +40,10 @@ class MemoryGauge:
         return self._peaks.most_rows(self._capacity_bytes, self._left)
 
     def most_in_several(self, gradient_bytes: float) -> int:
-        """Estimate the largest number of rows in a pass if a batch has several passes.
+        """Estimate the largest number of rows in a pass, if a batch is computed in several passes.
 
-        Memory then also holds earlier gradients, of `gradient_bytes` bytes. The result is 0 unless
-        passes of two sizes were measured. Call `measure` first.
+        Memory then also holds the gradients of earlier passes, which take `gradient_bytes`. The
+        result is 0 unless passes of two sizes were measured. Call `measure` first.
         """
         return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
 
@@ -52,10 +52,9 @@ class MemoryGauge:
         return LEFT_AT_RISK if self.at_risk else LEFT
 
     def _measure_gpu(self, rows: int) -> float:
-        """Record the peak memory on the GPU, and return the usable bytes."""
-        # `rows` is the number of rows in the largest pass. Usable bytes are those that other
-        # processes leave, within set_per_process_memory_fraction. What the allocator reserves
-        # beyond the tensors' peak is assumed to grow with the peak.
+        """Record the GPU's peak memory for a pass of `rows` rows; return the usable bytes."""
+        # Usable bytes are those that other processes leave, within set_per_process_memory_fraction.
+        # What the allocator reserves beyond the tensors' peak is assumed to grow with the peak.
         stats = torch.cuda.memory_stats(self._device)
         reserved = stats.get("reserved_bytes.all.current", 0)
         peak = stats.get("allocated_bytes.all.peak", 0)
@@ -67,15 +66,14 @@ class MemoryGauge:
         return float(min(free + reserved, fraction * total))
 
     def _measure_process(self, rows: int) -> float:
-        """Record the peak memory of this process, and return the usable bytes."""
-        # `rows` is the number of rows in the largest pass. Usable bytes are the peak plus an equal
-        # part of the host's free memory.
+        """Record this process's peak memory for a pass of `rows` rows; return the usable bytes."""
+        # usable bytes are the peak plus an equal part of the host's free memory
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._peaks.note(rows, peak_kib * 1024)
         return peak_kib * 1024 + free_memory_bytes() / self._processes
 
     def make_room(self) -> None:
-        """Return the allocator's unused memory to the GPU."""
+        """Release the memory that the CUDA allocator has cached."""
         # cached blocks of the old size would be too small for the larger share
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

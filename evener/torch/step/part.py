@@ -1,4 +1,4 @@
-"""Parts: the rows of one pass, with their weight in the batch."""
+"""Parts of a batch: the rows of one pass, with their weight in the batch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ AddUp = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Part:
-    """Rows of a batch that are computed in one pass.
+    """Rows of a batch that are computed in one forward and backward pass.
 
-    As a context manager it catches an out-of-memory error, and its rows are yielded again in
-    smaller parts.
+    Used as a context manager, a part catches an out-of-memory error. Its rows are then yielded
+    again in smaller parts.
 
     Arguments:
 
     - `batch`: the rows, in the structure of the batch.
-    - `rows`: how many they are; 0 if the only row is a filler, which doesn't count.
+    - `rows`: the number of rows; 0 if there is only a filler row, which doesn't count.
     - `weight`: weight of the part's mean loss in this rank's mean loss.
-    - `scale`: applied to each loss before its backward pass.
+    - `scale`: function that is applied to each loss before its backward pass.
     """
 
     def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
@@ -58,10 +58,10 @@ class Part:
         return bool(self.error)
 
     def backward(self, loss: Any) -> Any:
-        """Run the backward pass of this part's mean loss, and return the weighted loss.
+        """Run the backward pass of this part's mean loss; return the loss times the part's weight.
 
-        It may be called several times, each time with another loss. With a GradScaler, give it
-        `scaler.scale(loss)`. The result is detached; its sum over the parts is the rank's mean
+        It may be called several times, each time with another loss. With a GradScaler, pass
+        `scaler.scale(loss)`. The result is detached. Summed over all parts, it is the rank's mean
         loss.
         """
         self.computed = True
@@ -88,7 +88,10 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return the rows of this part that one pass of the queue computes, with their weight."""
+        """Return the rows of this part that belong to one of the queue's passes, with their weight.
+
+        `turn` says which rows these are. Fewer rows than the part has are returned as a new Part.
+        """
         # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:
             self.turn = turn
@@ -113,10 +116,11 @@ def make_parts(
 
     Arguments:
 
-    - `scale`: applied to each loss before its backward pass.
-    - `passes`: number of parts if it is fixed, else 0.
+    - `scale`: function that is applied to each loss before its backward pass.
+    - `passes`: number of parts; 0 for as few as possible.
 
-    Raises RequestError if the batch can't be cut. An AssignedBatch is divided already.
+    An AssignedBatch is already divided, so its own parts are returned. Raises RequestError if the
+    batch can't be divided.
     """
     if isinstance(batch, AssignedBatch):
         pieces, sizes = list(batch.passes), tuple(batch.rows)
@@ -130,7 +134,7 @@ def make_parts(
 
 
 def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
-    """Return the rows of each pass."""
+    """Divide a batch of `rows` rows into passes with these row counts."""
     # a pass with 0 rows gets the batch's first row as a filler
     places = [each if each[0] < each[1] else (0, 1) for each in bounds(sizes)]
     return [cut_rows(batch, start, stop, max(1, rows)) for start, stop in places]

@@ -1,8 +1,8 @@
-"""Recover from a pass that ran out of memory: compute its rows in smaller passes.
+"""Recover from a pass that ran out of memory by computing its rows in smaller passes.
 
-`Passes` in step.py uses this module. The memory of the pass is freed. Gradients, buffers and random
-numbers return to their state before the pass, so that no row is lost or counted twice. Only
-gradients that were already sent stay, because they are final. The other ranks wait in the
+`Passes` in step.py uses this module. The memory of the failed pass is freed. Gradients, buffers and
+random generators return to their state before the pass, so that no row is lost or counted twice.
+Only gradients that were already sent stay, because they are final. The other ranks wait in the
 all-reduce meanwhile.
 """
 
@@ -51,22 +51,22 @@ FREED_NEXT: set[torch.device] = set()
 
 
 def free_memory(device: torch.device) -> None:
-    """Collect garbage and return the allocator's unused memory to the GPU."""
+    """Collect garbage, and release the memory that the CUDA allocator has cached."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def free_before_update(device: torch.device) -> None:
-    """Return the allocator's unused memory to the GPU just before the next optimizer step."""
+    """Release the CUDA allocator's cached memory just before the next optimizer step."""
     # The first step allocates the optimizer's state. It would fragment blocks that activations have
     # used, and the second step could run out of memory.
     if device.type == "cuda":
         FREED_NEXT.add(device)
 
 
-def held_by_others(device: torch.device) -> int:
-    """Return the approximate bytes of GPU memory that other processes use; 0 on a CPU."""
+def bytes_of_others(device: torch.device) -> int:
+    """Return about how many bytes of GPU memory other processes use; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -75,11 +75,11 @@ def held_by_others(device: torch.device) -> int:
 
 
 def describe_memory(device: torch.device) -> str:
-    """Return a phrase for messages: how much memory is used, free and in other processes."""
+    """Return a phrase for messages that says how much memory is used, free, and used by others."""
     if device.type != "cuda":
         return "the memory of this machine's CPU"
     own, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)
-    gib = [each / 2**30 for each in (total, own, free, held_by_others(device))]
+    gib = [each / 2**30 for each in (total, own, free, bytes_of_others(device))]
     return "of {:.1f} GiB the training holds {:.1f}, {:.1f} are free, others hold {:.1f}".format(
         *gib
     )
@@ -87,7 +87,7 @@ def describe_memory(device: torch.device) -> str:
 
 @dataclass
 class RunningPass:
-    """The pass that is being computed, with the state to restore if memory runs out."""
+    """The pass that is being computed, with the state to restore if it runs out of memory."""
 
     part: Part
     state: PassState  # before the pass
@@ -101,18 +101,20 @@ class RunningPass:
 
 
 class Recovery:
-    """Undoes passes that run out of memory, so that their rows can be computed in smaller ones.
+    """Undoes passes that run out of memory, so that their rows can be computed in smaller passes.
 
     Arguments:
 
-    - `report_retry`: called after a failed pass was undone, before its rows are computed again.
+    - `rank`: this rank.
+    - `device`: the device whose memory may run out.
+    - `report_retry`: called when a failed pass was undone, before its rows are computed again.
     """
 
     def __init__(
         self, rank: int, device: torch.device, report_retry: Callable[[Retreat], None]
     ) -> None:
         self._rank, self._device, self._report_retry = rank, device, report_retry
-        self._held_by_others = partial(held_by_others, device)
+        self._bytes_of_others = partial(bytes_of_others, device)
         self.limit = PassLimit(rank)
         self._constant: set[int] = set()  # ids of buffers that passes don't change
         # raises RequestError if parts of this many rows have another gradient than the whole part
@@ -130,25 +132,25 @@ class Recovery:
         )
 
     def advise(self, error: BaseException) -> str:
-        """Return advice to print if memory ran out, or "" for other errors."""
+        """Return advice to print for an out-of-memory error, or "" for other errors."""
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
-        """Update the limit of rows per pass, which may rise if memory suffices again."""
-        self.limit.begin_batch(self._held_by_others)
+        """Update the maximum number of rows per pass, which can rise again once memory suffices."""
+        self.limit.begin_batch(self._bytes_of_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Save the state that a pass may change, before it is computed."""
+        """Save the state that a pass may change, right before it is computed."""
         return RunningPass(part, PassState(exchanges, self._constant), count_foreign())
 
     def catch(
         self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
     ) -> str:
-        """Return the message of an out-of-memory error, or "" if the error can't be handled.
+        """Return the message of an out-of-memory error, or "" for an error that can't be handled.
 
-        Raises DeviceError if memory ran out and another library sums the gradients.
+        Raises DeviceError if memory ran out and another library sums the gradients, because the
+        pass then can't be undone.
         """
-        # another library then sums the gradients, so the pass can't be undone
         if not is_out_of_memory(error) or running.ended:
             return ""
         if not exchanges:
@@ -159,11 +161,11 @@ class Recovery:
             ) from None
         return drop_frames(error)
 
-    def undo(self, running: RunningPass, exchanges: Sequence[Exchange], least: int) -> None:
-        """Undo a failed pass, and lower the limit of rows per pass.
+    def undo(self, running: RunningPass, exchanges: Sequence[Exchange], min_rows: int) -> None:
+        """Undo a failed pass, and lower the maximum number of rows per pass.
 
-        `least` is the smallest number of rows in a pass. Raises DeviceError if smaller passes are
-        impossible or would give other gradients.
+        `min_rows` is the smallest number of rows that a pass may have. Raises DeviceError if
+        smaller passes are impossible or would give different gradients.
         """
         began = time.monotonic()
         part, rows = running.part, running.part.rows
@@ -173,17 +175,17 @@ class Recovery:
         free_memory(self._device)
         SHORT.add(self._device)
         held = describe_memory(self._device)
-        self.limit.count_failure(rows, least, held)
+        self.limit.count_failure(rows, min_rows, held)
         if self.uses_collectives:
             raise self._collective_error(f"ran out of memory in a pass of {rows} rows ({held})")
         self._check_smaller(running)
-        others = held_by_others(self._device)
-        smaller = self.limit.halve(rows, least, others)
+        others = bytes_of_others(self._device)
+        smaller = self.limit.halve(rows, min_rows, others)
         seconds = time.monotonic() - began
         self._report_retry(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def forget(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
-        """Forget failed attempts at a pass, once all of its rows are computed."""
+        """Forget the failed attempts at a pass, once all of its rows have been computed."""
         # the first batch also shows which buffers passes don't change; later passes don't copy
         # these
         for exchange in exchanges:
@@ -192,9 +194,10 @@ class Recovery:
             self._constant |= running.state.unchanged()
 
     def look_for_collectives(self, running: RunningPass) -> None:
-        """Check whether the training loop communicates during a pass.
+        """Check whether the user's loop has communicated with other ranks during a pass.
 
-        Raises DeviceError if it does and the pass is part of one that ran out of memory.
+        Raises DeviceError if it has, and the pass computes only some rows of a pass that ran out of
+        memory.
         """
         # ranks would then run different numbers of collectives
         if not running.has_used_collectives():
@@ -219,9 +222,9 @@ class Recovery:
         )
 
     def _check_smaller(self, running: RunningPass) -> None:
-        """Raise DeviceError if smaller passes would give other gradients, or if that is unknown."""
-        # The gradients of up to 8 rows are compared, as many as fit in memory. After a success,
-        # nothing is compared any more.
+        """Raise DeviceError if smaller passes would give different gradients, or may do so."""
+        # the gradients of up to 8 rows are compared, as many as fit in memory, until a comparison
+        # succeeds
         part = running.part
         if self.check is None or self.checked or part.rows < 2:
             return
@@ -261,10 +264,10 @@ class Recovery:
 class PassState:
     """Saves random generators and buffers before a pass, to restore them if memory runs out.
 
-    `constant` has the ids of buffers that don't change, which aren't copied.
+    `constant_buffers` has the ids of buffers that passes don't change; these aren't copied.
     """
 
-    def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:
+    def __init__(self, exchanges: Sequence[Exchange], constant_buffers: set[int]) -> None:
         self._numbers = RandomState()
         normalizers = [normalizer for exchange in exchanges for normalizer in exchange.normalizers]
         self._mixes_rows = any(normalizer.training for normalizer in normalizers)
@@ -273,7 +276,7 @@ class PassState:
         }
         buffers = [each for exchange in exchanges for each in exchange.buffers.all()]
         self._buffers = [
-            (each, each._version, None if id(each) in constant else each.detach().clone())
+            (each, each._version, None if id(each) in constant_buffers else each.detach().clone())
             for each in buffers
         ]
 
@@ -288,9 +291,9 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """Return whether repeating the pass might give other results.
+        """Return whether repeating the pass may give different results.
 
-        It might if the pass uses BatchNorm, has drawn random numbers or has changed buffers.
+        It may if the pass uses BatchNorm, has drawn random numbers or has changed buffers.
         """
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()

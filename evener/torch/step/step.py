@@ -58,7 +58,7 @@ from .unowned import UNOWNED
 
 @dataclass
 class LoaderSteps(StepListener):
-    """Listener of a loader: it times, weights and audits each step of the training run.
+    """Listener of a loader that times, weights and audits each step of the training run.
 
     `trains` is False for validation loaders.
     """
@@ -67,9 +67,9 @@ class LoaderSteps(StepListener):
     trains: bool
 
     def compare(self, digest: int) -> None:
-        """Raise RequestError if ranks have drawn different row orders or have different lengths.
+        """Raise RequestError if the ranks' row orders or row lengths differ.
 
-        Every rank has to call this; `digest` is this rank's checksum of both.
+        Every rank has to call this. `digest` is this rank's checksum of both.
         """
         # otherwise rows would be computed twice, or ranks would wait for each other forever
         if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
@@ -116,10 +116,10 @@ class LoaderSteps(StepListener):
 
 
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
-    """Compute a batch's loss and gradients pass by pass, and return the total loss.
+    """Compute a batch's loss and gradients pass by pass, and return the rank's mean loss.
 
-    `compute` returns the mean loss of a part, and `count` its denominator, such as a token count;
-    None means the row count.
+    `compute` returns the mean loss of a part. `count` returns the denominator of this mean, such as
+    a token count; None means the row count.
     """
     recovery: Recovery = training.passes.recovery
     recovery.check = partial(training.audits.audit_part, compute)
@@ -135,10 +135,11 @@ def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None
 def take_parts(
     training: Any, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
 ) -> Generator[Part]:
-    """Yield a batch's parts; the rows of a part that runs out of memory come in smaller ones.
+    """Yield the parts of a batch.
 
-    `count` returns the denominator of a part's mean loss; None means its row count. `models` are by
-    default all wrapped models.
+    If a part runs out of memory, its rows are yielded again in smaller parts. `count` returns the
+    denominator of a part's mean loss; None means its row count. `models` are the models that are
+    trained; None means all wrapped models.
     """
     weights = training.weights
     taken = weights.begin_parts(batch)
@@ -179,8 +180,8 @@ def _without_sums(models: Sequence[Any]) -> Iterator[None]:
 class Passes:
     """Runs the gradient-accumulation passes of each batch on one rank.
 
-    Retries a pass in smaller pieces if memory runs out. `report_retry` is called before the retry,
-    after the failed pass was undone.
+    If memory runs out in a pass, the rows of the pass are computed again in smaller passes.
+    `report_retry` is called before this, when the failed pass has been undone.
     """
 
     def __init__(
@@ -201,9 +202,9 @@ class Passes:
         begins: bool = True,
         move: bool = True,
     ) -> Iterator[Part]:
-        """Yield the parts to compute; if one runs out of memory, yield its rows in smaller ones.
+        """Yield the parts to compute.
 
-        Arguments:
+        If a part runs out of memory, its rows are yielded again in smaller parts. Arguments:
 
         - `models`: models whose gradients are all-reduced in the last part only.
         - `exchanges`: objects that all-reduce their gradients. If there are none, another
@@ -230,9 +231,12 @@ class Passes:
         self._exchanges, self._running = [], None
 
     def _compute(self, part: Part, models: Sequence[Any], move: bool) -> Iterator[Part]:
-        """Yield a part to the user's loop, and catch errors if memory runs out there."""
-        # With `move`, tensors are moved to the device first. `models` all-reduce their gradients in
-        # the last part. If memory runs out while tensors are moved, the part isn't yielded.
+        """Yield a part to the user's loop, and catch an out-of-memory error there.
+
+        With `move`, its tensors are moved to the device first. The gradients of `models` are
+        all-reduced only in the batch's last part.
+        """
+        # if memory runs out while tensors are moved, the part isn't yielded
         batch = part.batch
         running = self._running = self.recovery.open(part, self._exchanges)
         part.passes = self
@@ -259,7 +263,7 @@ class Passes:
     def open(self) -> None:
         """Prepare the exchanges for a part's backward pass.
 
-        Raises RequestError if gradients of the batch's earlier passes were cleared.
+        Raises RequestError if the gradients of the batch's earlier passes were cleared.
         """
         running = self._running
         if running is not None:
@@ -276,14 +280,14 @@ class Passes:
             exchange.open(dependent)
 
     def close(self) -> None:
-        """Tell all exchanges that a part's backward pass has ended."""
+        """Notify all exchanges that a part's backward pass has ended."""
         if self._running is not None:
             self._running.ended = True
         for exchange in self._exchanges:
             exchange.close()
 
     def note_backward(self) -> None:
-        """Record a backward pass that the loop ran by `loss.backward`, not by `Part.backward`."""
+        """Record a backward pass that the user's loop has run without `Part.backward`."""
         if self._running is not None and not self._running.opened:
             self._running.ended = True
 
@@ -295,9 +299,9 @@ class Passes:
     # -- after a pass
 
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
-        """Finish a pass whose rows the loop has computed.
+        """Finish a pass whose rows the user's loop has computed.
 
-        Raises RequestError if `Part.backward` wasn't called in it.
+        Raises RequestError if the loop didn't call `Part.backward`.
         """
         # models with gradients are recorded, to detect a zero_grad() between passes
         running.part.check_computed()
@@ -315,7 +319,7 @@ class Passes:
         running.part.computed, running.part.error = False, ""
 
     def _least_rows(self) -> int:
-        """Return the smallest number of rows that a pass may have."""
+        """Return the smallest number of rows that a pass can have."""
         # a BatchNorm in training mode can't normalize a single row
         for exchange in self._exchanges:
             if any(normalizer.training for normalizer in exchange.normalizers):

@@ -1,4 +1,4 @@
-"""Tensors that an optimizer trains and no module owns.
+"""Weight and sum gradients of tensors that an optimizer trains but no module owns.
 
 Examples are SAC's `log_alpha = torch.zeros(1, requires_grad=True)` and the log variances of several
 tasks.
@@ -32,7 +32,7 @@ Weigh = Callable[[], float | None]
 
 
 class UnownedTensors:
-    """Weights and sums gradients of tensors that optimizers train but no module owns."""
+    """Weights and sums the gradients of tensors that optimizers train but no module owns."""
 
     def __init__(self) -> None:
         self._groups: list[TensorGroup] = []
@@ -42,7 +42,7 @@ class UnownedTensors:
         self.syncs = True  # True if backward passes end with an all-reduce
 
     def find(self) -> None:
-        """Search all optimizers of this process for trained tensors that no module owns."""
+        """Search all optimizers in this process for trained tensors that no module owns."""
         known = {id(each) for group in self._groups for each in group.alive()}
         modules, optimizers = _list_alive(torch.nn.Module, Optimizer)
         known |= {*_owned_by(modules), *exchanged_parameters()}
@@ -54,10 +54,10 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters that a module owns.
+        """Check the gradients of parameters that no module owns, and return the other parameters.
 
-        Every rank has to call this before the optimizer's step. Raises RequestError if gradients of
-        the others were neither summed over ranks nor equal on all ranks.
+        Every rank has to call this before an optimizer's step. Raises RequestError if gradients
+        were neither summed over ranks nor equal on all ranks.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         unowned = [parameter for parameter in parameters if id(parameter) not in owned]
@@ -119,9 +119,9 @@ class TensorGroup:
         self._summed: set[int] = set()
         self._begins = True  # True until ranks have compared the tensors' initial values
         own = weakref.proxy(self)
-        for place, each in enumerate(tensors):
-            each.register_hook(partial(_note_gradient, own, place))
-            each.register_post_accumulate_grad_hook(partial(_take_gradient, own, place))
+        for index, each in enumerate(tensors):
+            each.register_hook(partial(_note_gradient, own, index))
+            each.register_post_accumulate_grad_hook(partial(_take_gradient, own, index))
 
     def alive(self) -> list[torch.Tensor]:
         """Return the tensors that still exist."""
@@ -130,30 +130,33 @@ class TensorGroup:
 
     def has_summed(self, tensor: torch.Tensor) -> bool:
         """Return whether a gradient of the tensor was ever summed over ranks."""
-        return any(self._tensors[place]() is tensor for place in self._summed)
+        return any(self._tensors[index]() is tensor for index in self._summed)
 
-    def note(self, place: int, gradient: torch.Tensor) -> None:
-        """Remember a gradient and the tensor's `.grad`, before autograd adds one to the other."""
+    def note(self, index: int, gradient: torch.Tensor) -> None:
+        """Remember a new gradient and the tensor's `.grad`, before autograd adds one to the other.
+
+        `index` is the tensor's index in the group.
+        """
         # this is called before the gradient is accumulated, so that `take` can undo that;
         # torch.autograd.grad accumulates nothing and doesn't lead to `take`
         task = backward_number()
         if task != self._task:  # drop the remains of a failed pass
             self._task, self._before, self._came = task, {}, {}
             self._call_at_the_end(task)
-        tensor = self._tensors[place]()
+        tensor = self._tensors[index]()
         if tensor is not None:
             before = None if tensor.grad is None else tensor.grad.detach().clone()
-            self._before[place] = before, gradient.detach()
+            self._before[index] = before, gradient.detach()
 
-    def take(self, place: int, tensor: torch.Tensor) -> None:
-        """Undo autograd's update of `.grad`, and keep the weighted gradient for the all-reduce.
+    def take(self, index: int, tensor: torch.Tensor) -> None:
+        """Undo autograd's update of `.grad`, and store the weighted gradient for the all-reduce.
 
         Raises RequestError for sparse gradients.
         """
         weight = self._unowned.weight()
-        if weight is None or place not in self._before:
+        if weight is None or index not in self._before:
             return
-        before, gradient = self._before.pop(place)
+        before, gradient = self._before.pop(index)
         if gradient.is_sparse:
             raise RequestError(
                 "A tensor that no module has gets a sparse gradient, which isn't summed.",
@@ -161,12 +164,14 @@ class TensorGroup:
             )
         own = gradient * weight if weight else torch.zeros_like(gradient)
         tensor.grad = torch.zeros_like(tensor) if before is None else before
-        self._came[place] = self._came[place] + own if place in self._came else own
+        self._came[index] = self._came[index] + own if index in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Sum the gradients after the backward pass, and after the sums of all wrapped models."""
-        # `task` is the number of the backward pass. The gradients of all wrapped models are summed
-        # first, so the order of collectives is the same on every rank.
+        """Sum the gradients at the end of the backward pass, after the sums of all wrapped models.
+
+        `task` is the number of the backward pass.
+        """
+        # the order of collectives is then the same on every rank
         own = weakref.ref(self)
 
         def end() -> None:
@@ -181,9 +186,9 @@ class TensorGroup:
         call_after_backward(end)
 
     def _end(self) -> None:
-        for place, own in self._came.items():
-            waiting = self._waiting.get(place)
-            self._waiting[place] = own if waiting is None else waiting + own
+        for index, own in self._came.items():
+            waiting = self._waiting.get(index)
+            self._waiting[index] = own if waiting is None else waiting + own
         self._came = {}
         if self._waiting and self._unowned.syncs:
             self._sum()
@@ -196,22 +201,22 @@ class TensorGroup:
         alive = [reference() for reference in self._tensors]
         kind = next(iter(self._waiting.values()))
         parts = [
-            self._waiting[place].reshape(-1) if place in self._waiting else kind.new_zeros(size)
-            for place, size in enumerate(self._sizes)
+            self._waiting[index].reshape(-1) if index in self._waiting else kind.new_zeros(size)
+            for index, size in enumerate(self._sizes)
         ]
-        came = [float(place in self._waiting) for place in range(len(parts))]
+        came = [float(index in self._waiting) for index in range(len(parts))]
         flat = torch.cat([*parts, kind.new_tensor(came)]).to(self._unowned.device)
         with own_collectives():
             dist.all_reduce(flat)
         *sums, came_anywhere = flat.to(kind.device).split([*self._sizes, len(parts)])
         self._waiting = {}
-        for place, (tensor, total) in enumerate(zip(alive, sums, strict=True)):
+        for index, (tensor, total) in enumerate(zip(alive, sums, strict=True)):
             # if no rank has a gradient, `.grad` stays as it is
-            if tensor is None or not came_anywhere[place]:
+            if tensor is None or not came_anywhere[index]:
                 continue
             total = total.view_as(tensor)
             tensor.grad = total.clone() if tensor.grad is None else tensor.grad + total
-            self._summed.add(place)
+            self._summed.add(index)
 
     def _check_starts(self) -> None:
         values = [each.detach().double().flatten().tolist() for each in self.alive()]
@@ -235,12 +240,12 @@ def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
     return any(id(each) not in known for each in _trained_by(optimizer))
 
 
-def _note_gradient(group: Any, place: int, gradient: torch.Tensor) -> None:
-    group.note(place, gradient)
+def _note_gradient(group: Any, index: int, gradient: torch.Tensor) -> None:
+    group.note(index, gradient)
 
 
-def _take_gradient(group: Any, place: int, tensor: torch.Tensor) -> None:
-    group.take(place, tensor)
+def _take_gradient(group: Any, index: int, tensor: torch.Tensor) -> None:
+    group.take(index, tensor)
 
 
 def _trained_by(optimizer: Any) -> list[torch.Tensor]:
@@ -253,7 +258,7 @@ def _trained_by(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _owned_by(modules: Iterable[Any]) -> set[int]:
-    """Return the ids of the modules' own parameters, without their submodules'."""
+    """Return the ids of the modules' own parameters, not including those of submodules."""
     return {id(each) for module in modules for each in vars(module).get("_parameters", {}).values()}
 
 

@@ -1,4 +1,4 @@
-"""Weights of each rank's gradients, so that their sum is the gradient of the whole batch."""
+"""Weight each rank's gradients, so that their sum is the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .wrapped import (
 
 
 class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
-    """Raised if a loss needs the rows of all ranks, so that one rank can't audit it alone."""
+    """Raised if a loss needs the rows of all ranks, because one rank can't audit it alone."""
 
 
 Weigh = Literal["gradients", "loss", "trainer"]
@@ -49,8 +49,10 @@ class BatchWeights(BatchTracker):
 
     Arguments:
 
-    - `weigh`: "gradients" weights them in the all-reduce, "loss" expects the loop to scale its
-      loss, and "trainer" means that Lightning's strategy does so.
+    - `shares`: the shares of all ranks.
+    - `weigh`: what is weighted: "gradients" in the all-reduce; "loss" if the user's loop scales its
+      loss; "trainer" if a library's adapter does that.
+    - `timer`: records when gradients are ready and summed.
     - `noise`: measures the gradient noise scale, or None.
     """
 
@@ -92,7 +94,7 @@ class BatchWeights(BatchTracker):
             self.look_for_tensors()
 
     def leave(self) -> None:
-        """Stop weighting gradients, and average them over ranks with equal weights from now on."""
+        """Stop weighting gradients; from now on, all ranks have equal weights."""
         if BatchTracker.newest() is self:
             BatchTracker.newest = staticmethod(lambda: None)
             UNOWNED.weigh = lambda: None
@@ -103,7 +105,10 @@ class BatchWeights(BatchTracker):
         forget_frozen()  # of models that no longer exist, too
 
     def look_for_tensors(self) -> None:
-        """Search, once, for trained tensors that no module owns, and weight their gradients too."""
+        """Find trained tensors that no module owns, and weight their gradients, too.
+
+        The search is made only once.
+        """
         if self.shares.world == 1 or self.are_averaged:
             return
         UNOWNED.device, UNOWNED.weigh = self.shares.device, weakref.WeakMethod(self.weigh_tensors)
@@ -112,7 +117,10 @@ class BatchWeights(BatchTracker):
             UNOWNED.find()
 
     def weigh_tensors(self) -> float | None:
-        """Return the current weight for gradients of tensors without a module, or None."""
+        """Return the current weight for gradients of tensors that no module owns.
+
+        The result is None if they aren't weighted now.
+        """
         if self._auditing:
             return None
         if self.by_loss:
@@ -121,21 +129,22 @@ class BatchWeights(BatchTracker):
 
     @property
     def by_loss(self) -> bool:
-        """Whether losses are multiplied by weights, instead of gradients."""
+        """Whether weights are applied to losses instead of gradients."""
         return self.weigh != "gradients"
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Row count of each rank in the current batch.
 
-        After an epoch, it is that of the last batch; before the first batch, that of a full one.
+        After an epoch, these are the row counts of the last batch; before the first batch, those of
+        a full batch.
         """
         batch = self.current or self.last
         return self.shares.batches if batch is None else batch.sizes
 
     @property
     def weight(self) -> float:
-        """This rank's fraction of the batch's rows, its weight in the sum over ranks.
+        """This rank's weight in the sum over ranks: its fraction of the batch's rows.
 
         If losses are sums over rows, all ranks have the same weight.
         """
@@ -148,7 +157,7 @@ class BatchWeights(BatchTracker):
         return gradient_weight(sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Compare the shape of a batch's rows with earlier batches, to notice different padding."""
+        """Compare the shape of a batch's rows with earlier batches, to detect varying padding."""
         shape = next((tuple(tensor.shape[1:]) for tensor in tensors_in(batch) if tensor.ndim), None)
         if shape is None or self.lengths_vary:
             return
@@ -156,12 +165,11 @@ class BatchWeights(BatchTracker):
         self._shape = shape
 
     def exchange_gradients(self, model: Any) -> list[Exchange]:
-        """Return the exchange that all-reduces a model's gradients, in a list.
+        """Return a list with the exchange that all-reduces a model's gradients.
 
-        It makes it possible to undo a failed pass. The list is empty if another library sums the
-        gradients; RequestError is raised if a noise scale is measured then.
+        With an exchange, a failed pass can be undone. The list is empty if another library sums the
+        gradients. Raises RequestError in that case if the noise scale is measured.
         """
-        # with a single rank, the exchange only makes it possible to undo a failed pass
         if self.shares.world == 1:
             return [self._exchange_of_one_rank(model)]
         wrapper = unwrap_compiled(model)  # of torch.compile
@@ -175,9 +183,9 @@ class BatchWeights(BatchTracker):
         return [] if exchange is None else [exchange]
 
     def weigh_sharded(self, model: Any, sharded: Any, device: torch.device) -> None:
-        """Weight the gradients of a sharded model.
+        """Weight the gradients of a sharded model, and move its inputs to `device`.
 
-        Inputs of the model are moved to `device`.
+        `sharded` is the object that sums the gradients.
         """
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
@@ -186,7 +194,7 @@ class BatchWeights(BatchTracker):
         self.watch_forward(model, device)
 
     def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
-        """Have `exchange` multiply a model's gradients by weights before the all-reduce.
+        """Make `exchange` multiply a model's gradients by weights before the all-reduce.
 
         `exchange` is None if the model keeps its own all-reduce. Raises RequestError if the
         gradient noise scale is requested but can't be measured on this model.
@@ -210,7 +218,7 @@ class BatchWeights(BatchTracker):
         self._exchanges.add(exchange)
 
     def _attach_noise_scale(self, exchange: Exchange) -> None:
-        """Measure the gradient noise scale on the gradients that this exchange all-reduces.
+        """Measure the noise scale on the gradients that this exchange all-reduces.
 
         Raises RequestError if two models are trained.
         """
@@ -240,12 +248,12 @@ class BatchWeights(BatchTracker):
     def _begin_backward(
         self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any
     ) -> None:
-        """Set the weight of the model's gradients as a backward pass begins.
+        """Set the weight of a model's gradients when a backward pass begins.
 
-        Raises RequestError if batches with different weights are mixed or the loss wasn't scaled.
+        `batch` is what `forward` returned, and `before` is the batch that this backward pass has
+        reached earlier, or the same batch. Raises RequestError if batches with different weights
+        are mixed, or if the loss wasn't scaled.
         """
-        # `batch` is the result of `forward`; `before` is the batch that this backward pass reached
-        # earlier, if any
         if isinstance(batch, RequestError):
             raise batch
         if batch is None:
@@ -269,7 +277,7 @@ class BatchWeights(BatchTracker):
         exchange.weigh(self._find_weight(batch.sizes))
 
     def begin_parts(self, batch: Any) -> TakenBatch:
-        """Start computing a batch in parts, and return the loader's batch that it comes from.
+        """Start to compute a batch in parts, and return the loader's batch that it comes from.
 
         Raises RequestError inside another batch's parts, under Lightning, and if no loader has
         yielded the batch.
@@ -285,13 +293,14 @@ class BatchWeights(BatchTracker):
         self.in_parts = self._identify(batch, True, match_objects)
         return self.in_parts
 
-    def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
+    def list_models(self, chosen: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
         """Return the models whose gradients are all-reduced in a batch's last part.
 
-        `given` are these models, or None for all wrapped ones. Raises RequestError if there are
-        none, or if they can't run different numbers of passes on different ranks.
+        `chosen` are the models that the user has chosen, or None for all wrapped models. Raises
+        RequestError if there are none, or if they can't run different numbers of passes on
+        different ranks.
         """
-        models, by_length = list(self.models if given is None else given), batch.origin.by_length
+        models, by_length = list(self.models if chosen is None else chosen), batch.origin.by_length
         if self.shares.world == 1 or not (self.shares.in_passes or by_length):
             return models
         if any(map(is_sharded, models)) and (by_length or len(set(self._count_passes(batch))) > 1):
@@ -318,7 +327,7 @@ class BatchWeights(BatchTracker):
         return list(map(self._exchange_of_one_rank, self.models))
 
     def _count_passes(self, batch: TakenBatch) -> list[int]:
-        """Return the number of passes of each rank for a batch."""
+        """Return how many passes each rank needs for a batch."""
         # its rows mustn't be assigned by length
         return [
             max(1, count_passes(*each))
@@ -326,9 +335,9 @@ class BatchWeights(BatchTracker):
         ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """Return the number of passes that every rank has to run, or 0 if ranks may differ.
+        """Return the number of passes that every rank has to run, or 0 if the numbers may differ.
 
-        Raises RequestError if they have to be equal and rows are assigned by length.
+        Raises RequestError if the numbers have to be equal and rows are assigned by length.
         """
         # the rank that needs the most passes determines the number
         if not self.equal_passes:
@@ -342,9 +351,9 @@ class BatchWeights(BatchTracker):
         return count_equal_passes(batch.sizes, self.shares.micros)
 
     def refuse_in_parts(self, name: str) -> None:
-        """Raise RequestError in a pass, where ranks must not communicate.
+        """Raise RequestError if a method that communicates between ranks is called in a pass.
 
-        `name` is the method of Split that was called there. Raises WholeBatchLoss if an audit calls
+        `name` is the method of Split that was called. Raises WholeBatchLoss if an audit calls
         "loss" or "gather".
         """
         # ranks run different numbers of passes, so a collective in each pass would make them wait
@@ -364,7 +373,7 @@ class BatchWeights(BatchTracker):
 
     @contextmanager
     def auditing(self) -> Iterator[None]:
-        """Context manager that leaves gradients unweighted, because an audit computes them."""
+        """Context manager for audits, in which gradients aren't weighted."""
         self._auditing = True
         try:
             yield
@@ -374,9 +383,9 @@ class BatchWeights(BatchTracker):
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
         """Return the batch that a forward pass computes, found by the addresses of its inputs.
 
-        The result is None if nothing has to be weighted. If no batch matches, it raises
-        RequestError in training mode; otherwise it returns the error, for a backward pass that may
-        follow. Also raises RequestError if a batch with several passes is computed at once.
+        The result is None if nothing has to be weighted. If no batch matches, RequestError is
+        raised in training mode. Otherwise the error is returned, for a backward pass that may
+        follow. Also raises RequestError if a batch that needs several passes is computed at once.
         """
         # outside of training mode, there may be no backward pass
         if self._auditing:
@@ -401,7 +410,7 @@ class BatchWeights(BatchTracker):
             return error.with_traceback(None)
 
     def _note_prediction(self) -> None:
-        """Record a forward pass without gradients, for example in a validation."""
+        """Record a forward pass without gradients, as in a validation."""
         # a loader for validation has already noted its batch
         if self.current is None or self.current.origin.training:
             self.timer.note_validation()
@@ -422,7 +431,7 @@ class BatchWeights(BatchTracker):
         return batch
 
     def scale(self, loss: Any) -> Any:
-        """Return the loss multiplied by this rank's weight and the number of ranks.
+        """Return the loss multiplied by this rank's weight and by the number of ranks.
 
         Libraries that average gradients over ranks need this factor.
         """
@@ -434,7 +443,7 @@ class BatchWeights(BatchTracker):
         return scaled
 
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Return the initial gradients of a backward pass, multiplied by this rank's weight."""
+        """Return the initial gradients of a backward pass, multiplied as in `scale`."""
         weight = self.shares.world * self.weight
         made = []
         for loss, given in zip(losses, gradients, strict=True):
@@ -443,9 +452,9 @@ class BatchWeights(BatchTracker):
         return made
 
     def check_trained(self, parameters: list[Any]) -> None:
-        """Raise RequestError if a parameter's gradients weren't weighted by the ranks' shares.
+        """Raise RequestError if gradients of these parameters weren't weighted.
 
-        An optimizer is about to change `parameters`.
+        Call this before an optimizer changes the parameters.
         """
         if self.are_averaged:
             return
@@ -495,7 +504,7 @@ def _scale_forgotten() -> RequestError:
 
 def _not_wrapped(wrapped: int, missing: int) -> RequestError:
     """Return the error for an optimizer that trains unwrapped parameters."""
-    # the numbers of its parameters in and outside of wrapped models
+    # `wrapped` and `missing` are its numbers of parameters in and outside of wrapped models
     if not wrapped:
         return RequestError(
             "The optimizer trains a model whose gradients aren't weighted: the ranks "

@@ -32,8 +32,8 @@ from ..sums.exchange import Exchange
 def model_digest(model: Any) -> str:
     """Return a digest of the shapes and dtypes of a model's parameters and buffers.
 
-    It has 16 hexadecimal digits, and also depends on which parameters are trained, but not on
-    names. A plan contains it, to detect when it is used with another model.
+    It has 16 hexadecimal digits. It also depends on which parameters are trained, but not on names.
+    A plan contains it, so that evener can detect when the plan is used with another model.
     """
     parameters = [
         f"{tuple(parameter.shape)}:{parameter.dtype}:{parameter.requires_grad}"
@@ -64,7 +64,7 @@ _OPTIONS = signature(DistributedDataParallel).parameters.keys() - _OTHER
 
 
 class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
-    """Wrapper that replaces DistributedDataParallel: it weights gradients before it sums them."""
+    """Wrapper that weights gradients before it sums them; it replaces DistributedDataParallel."""
 
     exchange: Exchange | None = None
 
@@ -97,9 +97,9 @@ def wrap_model(
     options: dict[str, Any],
     by_loss: bool,
 ) -> tuple[Any, Exchange | None]:
-    """Return the wrapped model, and the exchange that all-reduces its gradients.
+    """Wrap a model, and return it with the exchange that all-reduces its gradients.
 
-    The exchange is None if the model is in DistributedDataParallel and keeps its own all-reduce.
+    The exchange is None for a DistributedDataParallel that keeps its own all-reduce.
 
     Arguments:
 
@@ -149,7 +149,7 @@ def wrap_module(
 
 
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
-    """Replace the all-reduce of a DistributedDataParallel, and return the exchange that does it.
+    """Replace the all-reduce of a DistributedDataParallel by an exchange, and return the exchange.
 
     With `by_loss`, a model with a communication hook, mixed precision or sparse gradients keeps its
     own all-reduce, and the result is None. Without `by_loss`, a communication hook or mixed
@@ -182,9 +182,9 @@ def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
 def hook_forward(
     model: Any, device: torch.device | None, forward: Callable[[Any, Any], Any]
 ) -> None:
-    """Call `forward` before each forward pass of a model, and move its inputs to `device`.
+    """Call `forward` before each forward pass of a model, and move the inputs to `device`.
 
-    A device of None leaves them where they are. A later call replaces the function and the device.
+    If `device` is None, inputs aren't moved. A later call replaces the function and the device.
     """
     hook = _hooks.get(model)
     if hook is None:
@@ -244,7 +244,7 @@ _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handl
 
 
 def find_wrapper(model: Any) -> Any:
-    """Return the DistributedDataParallel or Exchanged around the model, or None.
+    """Return the DistributedDataParallel or Exchanged that wraps the model, or None.
 
     Raises RequestError if only a submodule is wrapped.
     """
@@ -270,9 +270,9 @@ def is_sharded(model: Any) -> bool:
 
 
 def has_own_work(model: Any, rebalances: bool) -> bool:
-    """Return whether a rank's compute time can be measured apart from its waits for other ranks.
+    """Return whether a rank's compute time can be measured without its waits for other ranks.
 
-    Raises RequestError if it can't, and `rebalances` needs it.
+    Raises RequestError if it can't, and rebalancing needs it (`rebalances`).
     """
     # ranks wait in FSDP2's layers and in SyncBatchNorm; rebalancing needs these times
     if not (
@@ -290,9 +290,9 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
 
 
 def check_exchange(model: Any) -> None:
-    """Raise RequestError for DeepSpeed, Megatron-LM, FSDP1 and tensor parallelism.
+    """Raise RequestError for a model of DeepSpeed, Megatron-LM, FSDP1 or tensor parallelism.
 
-    Evener can't weight the gradients of such models.
+    evener can't weight the gradients of such models.
     """
     names = _class_names(model)
     for name, library in _ENGINES.items():
@@ -386,7 +386,10 @@ def _warn_of_own_rows(kind: str) -> None:
 
 
 def check_passes(model: Any) -> None:
-    """Raise a RequestError for SyncBatchNorm, if ranks run different numbers of passes."""
+    """Raise a RequestError if the model has SyncBatchNorm.
+
+    With it, ranks can't run different numbers of passes.
+    """
     # ranks run different numbers of passes, so they would wait for each other forever
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
         raise RequestError(
@@ -400,7 +403,7 @@ def check_passes(model: Any) -> None:
 
 
 def watch_frozen(model: Any) -> None:
-    """Make frozen parameters raise RequestError if someone unfreezes and trains them later."""
+    """Make frozen parameters raise RequestError if they are unfrozen and trained later."""
     # an exchange only sums gradients of parameters that were trained when the model was wrapped
     for parameter in model.parameters():
         handle = _frozen_hooks.pop(parameter, None)

@@ -1,1 +1,1 @@
-"""All-reduces of the ranks' gradients with a weight for each rank, and other collectives."""
+"""All-reduces of gradients with a weight for each rank, and other collectives."""

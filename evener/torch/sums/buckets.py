@@ -34,8 +34,8 @@ GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 class Bucket:
     """Flat tensor with the gradients of several parameters, which a single all-reduce sums.
 
-    The tensor also has a flag for each parameter with a gradient. At its end (the tail) are values
-    that ranks compare.
+    After the gradients, it has a flag for each parameter, which is 0 if the parameter has no
+    gradient. The last elements (the tail) are values that ranks compare.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -60,14 +60,15 @@ class Bucket:
         self._work: Any = None
         self._version = 0  # version of the gradients when they were sent
 
-    def has_come(self, came: set[int] | None) -> bool:
+    def has_all_gradients(self, computed: set[int] | None) -> bool:
         """Return whether the gradients of all the bucket's parameters have been computed.
 
-        `came` has the ids of parameters with a new gradient; None counts every `.grad` that is set.
+        `computed` has the ids of parameters with a new gradient; None means those whose `.grad` is
+        set.
         """
-        if came is None:
+        if computed is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
-        return self.ids <= came
+        return self.ids <= computed
 
     def check_sent(self) -> None:
         """Raise a RequestError if a gradient has changed after the bucket was sent."""
@@ -83,21 +84,23 @@ class Bucket:
         """Copy the parameters' gradients into the bucket, and make each `.grad` a view of it."""
         # needed again after zero_grad has set gradients to None
         gradients = list(map(GRADIENT, self._parameters))
-        self._absent = [place for place, gradient in enumerate(gradients) if gradient is None]
+        self._absent = [index for index, gradient in enumerate(gradients) if gradient is None]
         pairs = enumerate(zip(gradients, self._views, strict=True))
-        places = [place for place, (each, view) in pairs if each is not view and each is not None]
-        if places:
+        indices = [index for index, (each, view) in pairs if each is not view and each is not None]
+        if indices:
             self._copy_weighted(
-                [self._views[each] for each in places], [gradients[each] for each in places]
+                [self._views[each] for each in indices], [gradients[each] for each in indices]
             )
-        for place in places:
-            self._parameters[place].grad = self._views[place]
-            self._forget(place)
+        for index in indices:
+            self._parameters[index].grad = self._views[index]
+            self._drop_folded(index)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Fill the bucket with weighted gradients and flags, when all gradients are new."""
-        # With as few calls of PyTorch as possible. No gradient may be a view of the bucket yet.
-        # `flags` also has the values that ranks compare.
+        """Fill the bucket with weighted gradients and flags, if no `.grad` is a view of it yet.
+
+        `flags` also has the values that ranks compare.
+        """
+        # calls as few functions of PyTorch as possible
         if self._fuses and weight not in (0.0, 1.0):
             self._copy_weighted(self._views, gradients, weight)
             self._flags.copy_(flags)
@@ -111,7 +114,8 @@ class Bucket:
     ) -> None:
         """Copy gradients to views of the bucket, multiplied by `weight`.
 
-        Raises RequestError for gradients that need a graph, that are sparse or of another dtype.
+        Raises RequestError for gradients that are sparse, have another dtype, or were computed with
+        `create_graph=True`.
         """
         if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
             raise RequestError(
@@ -141,43 +145,47 @@ class Bucket:
             torch.mul(gradient, factor, out=view)
 
     def _multiply(self, weight: float) -> None:
-        """Multiply the bucket's gradients by a weight; 0 also replaces infinities and NaN."""
+        """Multiply the bucket's gradients by a weight.
+
+        A weight of 0 sets all of them to 0, including infinities and NaN.
+        """
         if weight == 0.0:
             self.gradients.zero_()
         elif weight != 1.0:
             self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
-        """Set the gradients so far aside, multiplied by `weight`, until the next all-reduce.
+        """Set aside the gradients computed so far, multiplied by `weight`.
 
-        Gradients that are computed later can then have another weight.
+        They are added in the next all-reduce. Gradients that are computed later can then have
+        another weight.
         """
-        # this is necessary before the weight changes
+        # must be called before the weight changes
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
         self._held_views = _cut(self._hold, self._parameters)
         self.flat.zero_()
 
-    def weigh(self, weight: float, number: int) -> None:
-        """Fill the bucket for its all-reduce: gradients multiplied by `weight`, and the flags.
+    def weigh(self, weight: float, batch_number: int) -> None:
+        """Fill the bucket for its all-reduce: gradients times `weight`, and flags.
 
-        `number` is the batch number, which ranks compare.
+        `batch_number` is the number of the batch, which ranks compare.
         """
         gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
             self._absent, self._hold = [], None
-            self._gather_new(gradients, self._make_flags(number, weight != 0.0), weight)
+            self._gather_new(gradients, self._make_flags(batch_number, weight != 0.0), weight)
             return
         self.gather()
-        for place in self._absent:
-            self._views[place].zero_()
-            self._forget(place)
+        for index in self._absent:
+            self._views[index].zero_()
+            self._drop_folded(index)
         self._multiply(weight)
-        self._flags.copy_(self._make_flags(number, weight != 0.0))
-        self._add_held()
+        self._flags.copy_(self._make_flags(batch_number, weight != 0.0))
+        self._add_folded()
 
-    def _add_held(self) -> None:
-        """Add the gradients that `fold` has set aside."""
+    def _add_folded(self) -> None:
+        """Add the gradients that `fold` has set aside to the bucket."""
         if self._hold is not None:
             self.flat.add_(self._hold)
             self._hold, self._held_views = None, []
@@ -188,44 +196,46 @@ class Bucket:
         self._work = group.allreduce(self._sent)  # dist.all_reduce would take longer to start it
 
     def receive(self) -> None:
-        """Wait for the all-reduce; set `.grad` of parameters that only other ranks have used."""
+        """Wait for the all-reduce, and set `.grad` of parameters that only other ranks used."""
         self._work.wait()
         self._work = None
         if self._absent:
             used = self._flags.tolist()
-            for place in self._absent:
-                if used[place] != 0:  # `!=` also works for complex numbers
-                    self._parameters[place].grad = self._views[place]
+            for index in self._absent:
+                if used[index] != 0:  # `!=` also works for complex numbers
+                    self._parameters[index].grad = self._views[index]
 
-    def _forget(self, place: int) -> None:
-        """Clear a parameter's gradient among those that `fold` has set aside."""
-        # the loop may have cleared the parameter's gradient in the meantime
+    def _drop_folded(self, index: int) -> None:
+        """Set a parameter's gradient to 0 among those that `fold` has set aside."""
+        # the user's loop may have cleared the parameter's gradient in the meantime
         if self._hold is not None:
-            self._held_views[place].zero_()
+            self._held_views[index].zero_()
 
-    def _make_flags(self, number: int, counts: bool) -> torch.Tensor:
-        """Return the bucket's last elements: a flag for each gradient, and the batch number."""
-        # `counts` is False if this rank's weight is 0.
-        key = (number, counts, *self._absent)
+    def _make_flags(self, batch_number: int, has_weight: bool) -> torch.Tensor:
+        """Return the values that follow the gradients: a flag for each parameter, and the tail.
+
+        `has_weight` is False if this rank's weight is 0.
+        """
+        key = (batch_number, has_weight, *self._absent)
         if key not in self._patterns:
             if len(self._patterns) >= MOST_PATTERNS:
                 self._patterns.clear()
             flags = torch.full(
-                (len(self._parameters) + TAIL,), float(counts), dtype=self.flat.dtype
+                (len(self._parameters) + TAIL,), float(has_weight), dtype=self.flat.dtype
             )
             flags[self._absent] = 0
             flags[-TAIL:] = 0
-            flags[1 - TAIL] = number
+            flags[1 - TAIL] = batch_number
             self._patterns[key] = flags.to(self.flat.device)
         return self._patterns[key]
 
 
-def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
-    """Divide parameters among buckets of about `most_bytes` bytes.
+def make_buckets(parameters: Sequence[Any], max_bytes: int) -> list[Bucket]:
+    """Divide parameters among buckets of about `max_bytes` bytes.
 
     `parameters` are in the order in which their gradients are computed, and buckets keep that
-    order. The first bucket is smaller, to be sent early. A bucket's parameters have one dtype and
-    device.
+    order. The first bucket is smaller, so that it is sent early. All parameters of a bucket have
+    the same dtype and device.
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}
@@ -234,7 +244,7 @@ def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
         own = open_.setdefault(kind, [])
         own.append(parameter)
         size = sum(one.numel() * one.element_size() for one in own)
-        if size >= (most_bytes if made else min(FIRST_BYTES, most_bytes)):
+        if size >= (max_bytes if made else min(FIRST_BYTES, max_bytes)):
             made.append(Bucket(own))
             del open_[kind]
     return made + list(map(Bucket, open_.values()))
@@ -279,7 +289,7 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
 
 
 class HostCopy:
-    """Copy of a GPU tensor to the host that is started without waiting for the GPU."""
+    """Copies a GPU tensor to the host without making the host wait for the GPU."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values.to("cpu", non_blocking=True, copy=True)  # into pinned memory
@@ -299,9 +309,9 @@ class HostCopy:
 
 
 class TailReader:
-    """Reads the last values of a bucket, by which ranks notice that they have diverged.
+    """Reads the values at the end of a bucket that show whether ranks have diverged.
 
-    The values are from model weights, buffers and batch numbers.
+    They come from the weights, the buffers and the batch numbers of all ranks.
     """
 
     # on a GPU, all tails but the first are read one step late, so that the host doesn't wait
@@ -311,12 +321,12 @@ class TailReader:
         self._expected = 0  # the expected sum of batch numbers for the copied tail
 
     def read(self, tail: torch.Tensor, expected: int) -> bool:
-        """Return whether any rank's buffers have changed.
+        """Check the summed tail of a bucket, and return whether any rank's buffers have changed.
 
-        On a GPU, this reads the previous step's values. `expected` is the expected sum of batch
-        numbers. Raises RequestError if the ranks' weights or batch numbers differ.
+        On a GPU, this checks the previous step's tail, so that the host doesn't wait. `expected` is
+        the expected sum of batch numbers. Raises RequestError if the ranks' weights or batch
+        numbers differ.
         """
-        # The host then needn't wait for the GPU.
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
         read, wanted = (
             (tail.tolist(), expected) if copied is None else (copied.read(), self._expected)
@@ -347,9 +357,9 @@ class TailReader:
 
 
 class Buffers:
-    """A module's buffers, such as BatchNorm's averages, with a copy that shows their changes.
+    """A module's buffers, such as BatchNorm's averages, with copies that show whether they change.
 
-    `ignored` has names of buffers to leave out.
+    `ignored` has the names of buffers to leave out.
     """
 
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
@@ -360,12 +370,15 @@ class Buffers:
         self._known: list[tuple[list[torch.Tensor], torch.Tensor]] = []
 
     def all(self) -> list[torch.Tensor]:
-        """Return the buffers, each once."""
+        """Return all buffers, without duplicates."""
         every = self._members.buffers()
         return list({id(each): each for name, each in every if name not in self._ignored}.values())
 
     def keep(self) -> bool:
-        """Copy the buffers' values, to notice later changes; return False if they are too large."""
+        """Copy the buffers' values, to detect later changes.
+
+        Return False if the buffers are too large to be copied.
+        """
         self._kept_at = self._members.buffers_at()
         self._places = self._find_places()
         self._known = []
@@ -378,7 +391,7 @@ class Buffers:
         return True
 
     def add_changes(self, flag: torch.Tensor) -> None:
-        """Add a positive number to `flag` if a buffer has changed since `keep`, or was replaced."""
+        """Add a positive number to `flag` if a buffer has changed or was replaced since `keep`."""
         # Values are compared, because PyTorch's version counter misses changes by BatchNorm and
         # through `buffer.data`. If `may_differ` is false, there are no buffers.
         may_differ = self._places or self._kept_at != self._members.buffers_at()
@@ -405,7 +418,7 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class EarlierGradients:
-    """Protects the gradients of a batch's earlier passes while a pass that may fail is running."""
+    """Keeps the gradients of a batch's earlier passes safe while a pass runs that may fail."""
 
     # If rows' results depend on random draws or on one another, a retry computes other results.
     # Then all gradients of the failed pass are dropped, and `late` is True. It is also True in a
@@ -421,7 +434,7 @@ class EarlierGradients:
     def open(self, dependent: bool) -> None:
         """Begin a gradient-accumulation pass that may fail.
 
-        `dependent` is whether its rows depend on random draws or on one another.
+        `dependent` is whether the results of its rows depend on random draws or on each other.
         """
         self.opened, self.late = True, dependent or self.final is not None
         self.apart = self.late and (
@@ -453,17 +466,17 @@ class EarlierGradients:
                 add_each(*map(list, zip(*added, strict=True)))
 
     def close(self) -> None:
-        """End a pass; its changes to the gradients can't be undone any more."""
+        """End a pass, whose changes to the gradients can't be undone from now on."""
         self.opened = self.late = self.apart = False
 
     def forget_failure(self) -> None:
-        """Forget that a pass failed, because its rows have been computed again."""
+        """Forget that a pass failed, now that its rows have been computed again."""
         self.final = None
 
-    def fail(self, came: set[int]) -> None:
-        """Undo what a failed pass has done to the gradients.
+    def fail(self, computed: set[int]) -> None:
+        """Undo the changes that a failed pass has made to the gradients.
 
-        `came` has the ids of parameters whose gradients it had completed.
+        `computed` has the ids of parameters whose gradients it had completed.
         """
         if self._kept is not None:
             for parameter, kept in zip(self._parameters, self._kept, strict=True):
@@ -471,8 +484,8 @@ class EarlierGradients:
             self._kept = None
         elif self.late:
             for parameter in self._parameters:
-                if id(parameter) in came:
+                if id(parameter) in computed:
                     parameter.grad = None
         elif self.opened:
-            self.final = set(came)
+            self.final = set(computed)
         self.close()

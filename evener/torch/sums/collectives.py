@@ -1,4 +1,4 @@
-"""Collectives on values of all ranks, and counts of collectives that the user's script starts."""
+"""Collectives on values of all ranks, and a count of those that the user's script starts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _own = 0  # number of collectives that evener has started
 
 
 def count_foreign() -> int:
-    """Return how many collectives were started in this process, without evener's own."""
-    # all collectives of this process, except evener's own
+    """Return how many collectives this process has started, not counting evener's own."""
     return sum(count_exchanges().values()) - _own
 
 
@@ -33,7 +32,7 @@ def note_own() -> None:
 
 @contextmanager
 def own_collectives() -> Iterator[None]:
-    """Context manager: collectives inside count as evener's, not as the user's."""
+    """Context manager in which collectives are counted as evener's own, not as the user's."""
     global _own
     before = count_foreign()
     try:
@@ -45,23 +44,23 @@ def own_collectives() -> Iterator[None]:
 _sizes: dict[Hashable, int] = {}  # numbers of collectives that calls of `run_own` count as
 
 
-def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
-    """Run `start`, count its collectives as evener's own, and return its result.
+def run_own(call_site: Hashable, function: Callable[[], Result]) -> Result:
+    """Call `function`, count the collectives that it starts as evener's own, and return its result.
 
-    They are counted in the first call for a `kind`, so later calls must start the same number.
+    Because counting is slow, they are counted only in the first call with this `call_site`. Later
+    calls have to start the same number of collectives.
     """
-    # counting takes longer than starting, so they are counted in the first call only
     global _own
-    before = 0 if kind in _sizes else sum(count_exchanges().values())
-    result = start()
-    if kind not in _sizes:
-        _sizes[kind] = sum(count_exchanges().values()) - before
-    _own += _sizes[kind]
+    before = 0 if call_site in _sizes else sum(count_exchanges().values())
+    result = function()
+    if call_site not in _sizes:
+        _sizes[call_site] = sum(count_exchanges().values()) - before
+    _own += _sizes[call_site]
     return result
 
 
 class CollectiveError(RequestError):
-    """Raised if a loss function communicates with other ranks, so that no rank can repeat it."""
+    """Raised if a loss function communicates with other ranks, so that one rank can't repeat it."""
 
 
 USES_COLLECTIVES = (
@@ -103,13 +102,13 @@ def count_exchanges() -> dict[str, int]:
 def gather_rows(
     rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Any
 ) -> torch.Tensor:
-    """Concatenate the rows of all ranks; gradients flow back to the ranks that sent the rows.
+    """Concatenate the rows of all ranks, so that gradients flow back to the rank of each row.
 
     Every rank has to call this. Arguments:
 
     - `sizes`: row count of each rank; a rank with 0 rows may pass any row.
     - `by_loss`: whether losses are scaled instead of gradients.
-    - `timer`: counts the time as waiting.
+    - `timer`: StepTimer, which counts the time as waiting.
 
     Raises RequestError if the number of rows is wrong, or if ranks differ in dtype or shape.
     """
@@ -128,10 +127,10 @@ def gather_rows(
 
 
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
-    """Return the sum of a value over all ranks, in float64, or int64 for integer tensors.
+    """Return the sum of a value over all ranks.
 
-    Scalars are summed in float64, too. Every rank has to call this. `timer` counts the time as
-    waiting.
+    The sum is int64 for an integer tensor with dimensions, and float64 otherwise. Every rank has to
+    call this. `timer` counts the time as waiting.
     """
     total = torch.as_tensor(value).detach()
     whole = total.ndim and not total.is_floating_point()
@@ -203,7 +202,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        """Sum all ranks' gradients, and return the part for this rank's rows."""
+        """Sum the gradient over all ranks, and return the part for this rank's rows."""
         # divided by this rank's weight, by which the model's gradients are multiplied afterwards
         total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
         with ctx.timer.collective():

@@ -66,13 +66,13 @@ def _find_normalizers(module: Any) -> list[Any]:
     return [each for each in module.modules() if isinstance(each, BatchNorm)]
 
 
-def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
-    """Return the tensors whose names aren't in `ignored`, each once."""
+def _list_unignored(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
+    """Return the tensors whose names aren't in `ignored`, without duplicates."""
     return list({id(each): each for name, each in named if name not in ignored}.values())
 
 
 def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the size of a bucket in bytes, chosen by the size of all parameters."""
+    """Choose the size of a bucket in bytes, based on the size of all parameters."""
     whole = sum(int(parameter.numel()) * int(parameter.element_size()) for parameter in parameters)
     return min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
 
@@ -89,9 +89,13 @@ class Exchange:
     - `single_rank`: True if there are no other ranks, and only failed passes have to be undone.
 
     Every rank of the group has to create one. Raises RequestError if ranks have different models,
-    or if the model is sharded. These attributes are callbacks: `begun` is called when a backward
-    pass reaches outputs of a batch, with this batch and the one before; `ready` when the last
-    gradient is computed; `sent` when all buckets are sent; `done` when all sums are complete.
+    or if the model is sharded. These attributes are callbacks:
+
+    - `begun`: called when a backward pass reaches outputs of a batch, with this batch and the
+      batch before it.
+    - `ready`: called when the last gradient is computed.
+    - `sent`: called when all buckets are sent.
+    - `done`: called when all sums are complete.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class Exchange:
         single_rank: bool = False,
     ) -> None:
         ignored = ignored_names(module)
-        taking_part = _list_taking_part(module.named_parameters(), ignored)
+        taking_part = _list_unignored(module.named_parameters(), ignored)
         self.parameters = [each for each in taking_part if each.requires_grad]
         self.normalizers = _find_normalizers(module)  # BatchNorm layers, which mix rows
         self.group, self.single_rank, self.weight = group, single_rank, 1.0
@@ -112,7 +116,7 @@ class Exchange:
         for each in EXCHANGES:  # raises RequestError for a sharded model
             each.has_any(set(map(id, taking_part)))
         if not single_rank:
-            buffers = _list_taking_part(module.named_buffers(), ignored)
+            buffers = _list_unignored(module.named_buffers(), ignored)
             self._agree([*taking_part, *buffers])
 
         self.begun: Callable[[Any, Any], None] = lambda *_: None
@@ -174,7 +178,7 @@ class Exchange:
         return not self.single_rank and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the first rank's tensors to all ranks, so that they begin with the same values.
+        """Copy the first rank's tensors to all ranks, so that all ranks begin with the same values.
 
         Raises RequestError if the ranks wrap different models.
         """
@@ -198,9 +202,9 @@ class Exchange:
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
         """Register hooks on the model's outputs that run when a backward pass reaches them.
 
-        If `sync` is False, gradients are accumulated without an all-reduce. Raises RequestError if
-        an earlier backward pass failed after sending gradients. `batch` is the batch of the
-        outputs, and is passed to `begun`.
+        If `sync` is False, gradients are accumulated without an all-reduce. `batch` is the batch
+        that the outputs were computed from; it is passed to `begun`. Raises RequestError if an
+        earlier backward pass failed after sending gradients.
         """
         if self.resting:
             return
@@ -221,12 +225,12 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Register hooks on the parameters, for outputs in which no tensor was found.
+        """Register hooks on the parameters, to detect when a backward pass begins.
 
-        They run when a backward pass computes gradients.
+        This is needed for outputs in which no tensor was found.
         """
-        # Such outputs are of unknown classes. A backward pass is assumed to start with the first
-        # gradient.
+        # such outputs are of unknown classes; a backward pass is assumed to begin with its first
+        # gradient
         reference = weakref.ref(self)
 
         def begin(_: Any) -> None:
@@ -250,7 +254,7 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Register hooks that record which parameters get gradients, and in which order."""
+        """Register hooks that record in which order parameters get their gradients."""
         # They aren't needed if the order is known and no parameter has a gradient: any gradient
         # after the backward pass was then computed in it.
         if not self._hooks and (self._order is not None or self.has_gradients()):
@@ -300,7 +304,7 @@ class Exchange:
         self._repeats |= len(self._came) < count
 
     def _send_ready_buckets(self, bucket: Bucket) -> None:
-        """After the last gradient of a bucket was computed, send all buckets that are complete."""
+        """Send all complete buckets, now that the last gradient of `bucket` has been computed."""
         # before the order is known, gradients are only copied into the bucket
         if not self._armed or self.held.apart:
             return
@@ -312,7 +316,7 @@ class Exchange:
             bucket.gather()
 
     def _send_complete(self) -> None:
-        """Send the next buckets in order, as long as they are complete."""
+        """Send buckets in their order, up to the first one that isn't complete."""
         # none while another model that began earlier in this backward pass has buckets to send
         for other in _open:
             if other is self:
@@ -320,7 +324,7 @@ class Exchange:
             if other._sync and other._sent < len(other._buckets):
                 return
         came = self._came if self._hooks else None
-        while self._sent < len(self._buckets) and self._buckets[self._sent].has_come(came):
+        while self._sent < len(self._buckets) and self._buckets[self._sent].has_all_gradients(came):
             self._send()
 
     def _send(self) -> None:
@@ -340,10 +344,9 @@ class Exchange:
 
     def _write_tail(self, tail: torch.Tensor) -> None:
         """Write values that ranks compare, such as a few weights, to the end of a bucket."""
-        # They tell whether buffers have changed and, in some sums, have a few weights. Weights are
-        # included in one of EVERY sums, for ranks to compare. The first rank multiplies its own by
-        # the number of other ranks, and the others by -1, so equal weights add up to 0. The tail
-        # also has the sum of their magnitudes.
+        # The tail says whether buffers have changed. In one of EVERY sums, it also has a few
+        # weights. The first rank multiplies them by the number of other ranks, and the others by
+        # -1, so that equal weights add up to 0. The last value is the sum of their magnitudes.
         if self._compares:
             self._common.add_changes(tail[:1])
         turn, left = divmod(self.sums, EVERY)
@@ -357,7 +360,7 @@ class Exchange:
         tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
-        """Finish a backward pass: if it ends with an all-reduce, send the remaining buckets."""
+        """Finish a backward pass, and send the remaining buckets if it ends with an all-reduce."""
         if self._hooks:
             self._note_arrived()
         came = self._came if self._hooks else self.has_gradients()
@@ -373,7 +376,6 @@ class Exchange:
 
     def _wait_for_sums(self) -> None:
         """Wait until all gradients are summed, and finish the batch."""
-        # read the tail, learn the order of gradients after the first sum, broadcast changed buffers
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
             return
@@ -399,15 +401,15 @@ class Exchange:
     def _learn_order(self, seen: list[int]) -> None:
         """Make new buckets, in the order in which the first rank computes its gradients.
 
-        `seen` has this rank's parameters in that order, by id.
+        `seen` has the ids of this rank's parameters in the order of their gradients. Every rank has
+        to call this.
         """
-        # `seen` has this rank's parameters, by id, in the order of their gradients. From now on,
-        # buckets are sent early, unless a parameter got several gradients on some rank.
-        place_of = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        places = list(
-            dict.fromkeys([*map(place_of.__getitem__, seen), *reversed(place_of.values())])
+        # from now on, buckets are sent early, unless a parameter got several gradients on some rank
+        index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        indices = list(
+            dict.fromkeys([*map(index_of.__getitem__, seen), *reversed(index_of.values())])
         )
-        order = torch.tensor(places, device=self._buckets[0].flat.device)
+        order = torch.tensor(indices, device=self._buckets[0].flat.device)
         repeats = torch.tensor([int(self._repeats)], device=order.device)
         dist.broadcast(
             order,
@@ -419,7 +421,7 @@ class Exchange:
         if dist.get_rank(self.group) == 0:
             warn_of_hooks(self.parameters, own_hooks)
         self._buckets = make_buckets(
-            [self.parameters[place] for place in order.tolist()], self._bytes
+            [self.parameters[index] for index in order.tolist()], self._bytes
         )
         _remove(self._hooks)
         # weak, so that a parameter doesn't keep a dropped wrapper's exchange
@@ -435,7 +437,7 @@ class Exchange:
     def open(self, dependent: bool) -> None:
         """Begin a gradient-accumulation pass that can be undone if memory runs out.
 
-        `dependent` is whether its rows depend on random draws or on one another.
+        `dependent` is whether the results of its rows depend on random draws or on each other.
         """
         self._arrived.clear()
         self._armed, self._came = self.single_rank, set()
@@ -443,11 +445,11 @@ class Exchange:
         self._listen()
 
     def close(self) -> None:
-        """End a pass that `open` began, if there is a single rank.
+        """With a single rank, end the pass that `open` began.
 
-        With other ranks, the backward pass ends it.
+        With several ranks, the end of the backward pass does this.
         """
-        # with other ranks, `_finish_pass` has done it
+        # `_finish_pass` does it there
         if self.single_rank:
             self._armed = False
             self.held.merge()
@@ -458,7 +460,7 @@ class Exchange:
         return not all(map(is_, map(GRADIENT, self.parameters), repeat(None)))
 
     def fail(self) -> None:
-        """Undo what a failed pass has done to the gradients, so that it can be retried."""
+        """Undo the changes that a failed pass has made to the gradients, so it can be retried."""
         _open.pop(self, None)
         self._note_arrived()
         self.held.fail(self._came)
@@ -477,8 +479,11 @@ def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
 
 
 def _end(task: int) -> None:
-    """When a backward pass ends, send the last buckets of all models and wait for their sums."""
-    # all models send their remaining buckets before any waits for its sum
+    """At the end of a backward pass, send the last buckets of all models, then wait for the sums.
+
+    `task` is the number of the backward pass.
+    """
+    # all models send their remaining buckets before any of them waits for a sum
     ended = [exchange for exchange, number in _open.items() if number == task]
     for exchange in ended:
         exchange._finish_pass()
@@ -488,14 +493,14 @@ def _end(task: int) -> None:
 
 
 def is_in_backward(task: int) -> bool:
-    """Return whether any exchange is still summing gradients of this backward pass."""
+    """Return whether any exchange is still summing gradients of the backward pass number `task`."""
     return task in _open.values()
 
 
 def exchanged_parameters() -> dict[int, bool]:
     """Return the ids of all parameters whose gradients evener weights and sums over ranks.
 
-    The dict's values tell whether such a sum has been computed yet.
+    They are the keys of a dict. A value is True once the parameter's model has completed a sum.
     """
     every = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     exchanges = [exchange for exchange in every if not exchange.single_rank]

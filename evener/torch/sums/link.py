@@ -21,11 +21,11 @@ WHOLE_NUMBERS = 1009  # a prime, so that patterns don't repeat at a power of two
 
 
 class LinkSums(NamedTuple):
-    """Measured speed of all-reduces in a group of devices.
+    """Measured speed of the all-reduces in a group of devices.
 
     - `latency_seconds`: median time for a single value.
     - `bytes_per_second`: bandwidth per device, counting the bytes that a ring all-reduce sends.
-    - `wrong`: description of wrong results, or "".
+    - `wrong`: description of wrong results, or "" if all are right.
     """
 
     latency_seconds: float
@@ -34,7 +34,7 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """One process of an all-reduce measurement, with one device."""
+    """A process that takes part in measuring all-reduces, with one device."""
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank
@@ -46,14 +46,14 @@ class LinkMember:
     def join(
         self, file: str, world: int, seconds: float, groups: Sequence[tuple[int, ...]]
     ) -> None:
-        """Join the process group of all members, who find each other through a file.
+        """Join the process group of all members; they find each other through a file.
 
         Arguments:
 
         - `file`: path of the file, the same for all members.
         - `world`: number of members.
         - `seconds`: timeout of collectives.
-        - `groups`: members of each group that is measured, by rank.
+        - `groups`: ranks of the members of each group that is measured.
         """
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
@@ -68,7 +68,10 @@ class LinkMember:
             self._groups[members] = dist.new_group(list(members))
 
     def measure(self, members: tuple[int, ...]) -> LinkSums:
-        """Measure the all-reduces of a group; every member of it has to call this."""
+        """Measure the all-reduces of a group.
+
+        Every member of the group has to call this.
+        """
         return measure_sums(self._groups[members], self._rank, members, self._device)
 
 
@@ -84,7 +87,7 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
             torch.cuda.synchronize(device)
 
     size = LARGE_BYTES[device.type] // 4
-    wrong = find_wrong(add_up, size, rank, members, device)
+    wrong = check_sums(add_up, size, rank, members, device)
     small = torch.zeros(1, device=device)
     large = torch.zeros(size, device=device)
     latency = _time(lambda: add_up(small), SMALL_SUMS)
@@ -93,10 +96,10 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
     return LinkSums(latency, crossing / seconds, wrong)
 
 
-def find_wrong(
+def check_sums(
     add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
 ) -> str:
-    """All-reduce known values; describe which sums are wrong, or return "" if all are right.
+    """All-reduce known values, and return a description of wrong sums, or "" if all are right.
 
     `add_up` runs the all-reduce, and `size` is the number of values.
     """
@@ -119,12 +122,12 @@ def find_wrong(
     )
 
 
-def _time(call: Callable[[], None], times: int) -> float:
-    """Return the median time of a call, in seconds, after some calls to warm up."""
+def _time(call: Callable[[], None], repetitions: int) -> float:
+    """Return the median duration of a call in seconds, after a few calls to warm up."""
     for _ in range(WARM_UP):
         call()
     seconds = []
-    for _ in range(times):
+    for _ in range(repetitions):
         started = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - started)

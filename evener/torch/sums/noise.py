@@ -22,9 +22,10 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class RankNoise:
-    """Measures the gradient noise scale, in rows, in one of `every` training steps.
+    """Measures the gradient noise scale in one of `every` training steps.
 
-    It compares the norms of each rank's gradients with the norm of their sum.
+    It compares the norms of each rank's gradients with the norm of their sum. The noise scale is a
+    number of rows.
     """
 
     # A loop may fetch a batch before it has trained the previous one. So besides `begin` for each
@@ -50,7 +51,7 @@ class RankNoise:
     def begin(self, sizes: Sequence[int], updates: int) -> None:
         """Begin a batch with these row counts by rank, or () if they are unknown.
 
-        `updates` is the number of optimizer steps before it.
+        `updates` is the number of optimizer steps so far.
         """
         if self._sample is not None:
             self._pending.append(self._sample)
@@ -59,20 +60,20 @@ class RankNoise:
         self._updates = updates
 
     def note(self, batch: Any) -> None:
-        """Record a batch whose loss contributes to the current backward pass."""
+        """Record a batch whose loss contributes to the running backward pass."""
         if not any(each is batch for each in self._noted):
             self._noted.append(batch)
 
     def add_own(self, bucket: Bucket) -> None:
-        """Add the norm of this rank's weighted gradients in a bucket, before its all-reduce."""
+        """Record the norm of this rank's weighted gradients in a bucket, before its all-reduce."""
         if self._is_sampled():
             self._own.append(_norm(bucket.gradients))
 
     def send(self, group: Any) -> None:
-        """Start the all-reduce of the sum of n_i |g_i|² over the ranks i.
+        """Start to sum n_i |g_i|² over all ranks i, in an all-reduce.
 
-        g_i is the mean gradient of the n_i rows of rank i, and `group` are the ranks that sum
-        gradients.
+        n_i is the row count of rank i, and g_i the mean gradient of its rows. `group` is the
+        process group that sums gradients.
         """
         if self._is_sampled():
             sizes = self._rows()
@@ -83,7 +84,7 @@ class RankNoise:
             self._sum = dist.all_reduce(own, group=group, async_op=True), own
 
     def finish_sum(self, buckets: Iterable[Bucket]) -> None:
-        """Take a sample of the noise scale from the summed gradients, if this step is sampled."""
+        """Take a sample of the noise scale from the summed gradients, if this step is measured."""
         # if this is another sum of the same batch, neither sum has the whole gradient
         self._sample = self._complete_sample(buckets) if self._sum is not None else None
         self._forget_batches()
@@ -91,7 +92,7 @@ class RankNoise:
         self.steps += 1
 
     def _complete_sample(self, buckets: Iterable[Bucket]) -> _Sample:
-        """Return a sample: row counts, and squared norms before and after the sum over ranks."""
+        """Return the ranks' row counts, and squared gradient norms before and after the sum."""
         work, squares_of_ranks = self._sum
         work.wait()
         square_of_sum = _add_squares([_norm(bucket.gradients) for bucket in buckets])
@@ -112,32 +113,32 @@ class RankNoise:
         return self.window.scale()
 
     def describe(self) -> str:
-        """Return a sentence about the noise scale, or "" if it isn't known."""
+        """Describe the noise scale in a sentence, or return "" if it isn't known."""
         found = self.scale()
         return "" if found is None else describe(found, self._batch, self.steps)
 
     def _is_sampled(self) -> bool:
         """Return whether the noise scale is measured in this step."""
-        # One in `every` steps is sampled. A step isn't sampled if its gradients are added to those
-        # of an earlier sum (no update in between), if its batches have different rows on a rank, or
-        # if fewer than two ranks have rows.
+        # A step isn't measured if its gradients are added to those of an earlier sum (no update in
+        # between), if its batches have different row counts on a rank, or if fewer than two ranks
+        # have rows.
         if self.steps % self.every or self._updates == self._summed_at:
             return False
         batches = self._batches()
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
-        """Return, for each batch in this step, the row count of each rank."""
+        """Return the row counts by rank of each batch in this step."""
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
-        """Return how many rows each rank computes in this step, over all its batches."""
+        """Return the number of rows of each rank in this step, over all its batches."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
 
 def _norm(gradients: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the gradients, in float32 for half precision."""
+    """Return the norm of gradients; for half precision, it is computed in float32."""
     # in one kernel, because launching several might delay the step
     return torch.linalg.vector_norm(gradients, dtype=_WIDER.get(gradients.dtype))
 
@@ -150,7 +151,7 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error to raise if noise can't be measured because `library` sums gradients."""
+    """Return the error to raise because `library` sums gradients, so noise can't be measured."""
     # the noise scale compares the ranks' gradients; only the library sees them before their sum
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
