@@ -1,4 +1,4 @@
-"""Train with a plan in Lightning, through a strategy.
+"""Train with a plan in Lightning, by means of a strategy.
 
 Write `L.Trainer(strategy=split.strategy(), use_distributed_sampler=False)`. Each batch of the
 trainer is this rank's share of a global batch. Losses are weighted before the backward pass, in
@@ -50,9 +50,12 @@ except ImportError as error:
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
     """Strategy for a Lightning Trainer that trains with the shares and passes of a plan.
 
-    It extends DDPStrategy. Losses are weighted by rows, or by `count` if one is given, so that the
-    gradient is the global batch's. `passes` is the number of passes per batch. `check` audits the
-    losses of some batches.
+    It extends DDPStrategy. Losses are weighted so that the gradient is that of the global batch.
+
+    - `passes`: number of gradient-accumulation passes per batch.
+    - `count`: returns what the mean loss of some rows is divided by, such as their tokens. None
+      means the number of rows.
+    - `check`: audit the gradients of some batches.
     """
 
     loaders_in_checkpoints = True
@@ -72,7 +75,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool
     ) -> None:
         """Store the plan, and reset the state of the current batch."""
-        # also called by code that creates a strategy without `__init__`
+        # code that creates a strategy without `__init__` calls this too
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
         self._audit = ModuleAudit(self)
@@ -100,12 +103,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def planned(self) -> PlannedTraining:
-        """The plan in use, with this rank's shares and timers."""
+        """The training run by the plan, with this rank's shares and timers."""
         return self._planned
 
     @property
     def count(self) -> OfPart | None:
-        """User function that counts the terms of a mean loss, such as tokens; None for rows."""
+        """User function that counts what a mean loss is over, such as tokens; None for rows."""
         return self._count
 
     @property
@@ -139,17 +142,18 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
-        """Turn off shuffling for the trainer's `overfit_batches`, as Lightning does."""
+        """Turn off shuffling if the trainer's option `overfit_batches` is set, as Lightning does.
+
+        An order of rows that the user has given stays.
+        """
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
-            # the user has given no order of rows, which would stay
             rows.shuffle = False  # as Lightning does with its own loaders
 
     def _end_batch(self) -> None:
-        """End the step before the next batch is drawn.
+        """End the step, before the next batch is drawn.
 
-        Raises RequestError if the trainer uses another strategy.
+        Raises RequestError if the trainer uses another strategy, which wouldn't weight losses.
         """
-        # another strategy wouldn't weight losses
         if not self.trains:
             raise _other_strategy()
         self._planned.end()
@@ -167,7 +171,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.sum_by_shares()
 
     def prepare_metrics(self) -> None:
-        """Create the averages of metrics over passes, and the check before a pass is divided."""
+        """Create the object that averages metrics over passes.
+
+        Also set the check that is made before a pass is divided because memory ran out.
+        """
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
@@ -180,12 +187,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)
         self._exchanges = self._planned.weights.exchange_gradients(self.model)
-        self._note_searches()
+        self._disable_retries_for_searches()
         if self._planned.world > 1:
-            self._rendezvous_on_hosts()
+            self._share_sigterm()
 
-    def _rendezvous_on_hosts(self) -> None:
-        """Let all ranks stop after the same batch when the first rank gets SIGTERM."""
+    def _share_sigterm(self) -> None:
+        """Let all ranks stop after the same batch if the first rank gets SIGTERM."""
         # If another rank receives SIGTERM but the first doesn't, that rank stops by itself one
         # batch later. Lightning's own handler would synchronize with the other ranks immediately,
         # while they may be in a step's all-reduce; the one installed here only records the signal.
@@ -247,12 +254,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             )
 
     def on_train_start(self) -> None:
-        """Check that every batch comes from a single loader made by this strategy.
+        """Check that all batches come from a single loader, which this strategy has made.
 
-        Raises RequestError if not, or if training_step takes batches from the loader itself. LBFGS
-        or a learning-rate finder with several passes raises it too.
+        Raises RequestError if they don't, or if training_step takes batches from the loader itself.
+        LBFGS and a learning-rate finder also raise it if there are several passes.
         """
-        self._note_searches()
+        self._disable_retries_for_searches()
         given = private.loaders(self._trainer.fit_loop)
         if len(given) != 1 or getattr(given[0], "strategy", None) is not self:
             raise RequestError(
@@ -286,12 +293,14 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """Whether the learning-rate finder or LBFGS is in use."""
-        # both decide by the value of the loss, so all ranks must see the same loss
+        """Whether the learning-rate finder or LBFGS is in use, which decide by the loss's value.
+
+        All ranks must then see the same loss.
+        """
         finds_rate = any(map(private.searches_rate, self._trainer.callbacks))
         return finds_rate or self._has_lbfgs
 
-    def _note_searches(self) -> None:
+    def _disable_retries_for_searches(self) -> None:
         """Turn off retries of failed passes if the learning-rate finder or LBFGS is used."""
         if self._searches:
             self._planned.weights.computes_at_once = True
@@ -304,7 +313,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def validation_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run a validation step, and keep its time out of the training step's."""
+        """Run a validation step, whose time doesn't count as part of a training step."""
         self._planned.timer.note_validation()
         return super().validation_step(*arguments, **keywords)
 
@@ -319,12 +328,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._planned.weights.note_lengths(batch)
         self._planned.report()
         private.logged(self._trainer).batch_size = sizes[self._planned.rank]
-        self._rows, self._parts, self._begins = sum(sizes), self._cut(batch, sizes), True
+        self._rows, self._parts, self._begins = sum(sizes), self._cut_batch(batch, sizes), True
 
-    def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
-        """Divide a batch into weighted passes."""
-        # `sizes` are the ranks' row counts. A pass without rows gets one row with weight 0. The
-        # weights are those in the global batch's loss.
+    def _cut_batch(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
+        """Divide a batch into passes, with each pass's weight in the global batch's loss.
+
+        `sizes` are the ranks' row counts. A pass without rows gets one row with weight 0.
+        """
         rank = self._planned.rank
         parts = make_parts(batch, sizes[rank], max(1, sizes[rank]), lambda loss: loss, self._passes)
         if self._count is not None:
@@ -337,8 +347,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return self._count(part) if part.rows and self._count else 0
 
     def training_step(self, *arguments: Any) -> Any:
-        """Compute the loss of the batch's first pass."""
-        # `backward` computes the other passes, each after the previous one's memory is freed
+        """Compute the loss of the batch's first pass; `backward` computes the other passes."""
+        # each pass is computed after the previous one's memory is freed
         self._arguments = arguments
         self._metrics.begin()
         again = self._exchanges  # the gradient exchanges whose passes can be retried
@@ -356,12 +366,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def find_difference(self, loader: Any) -> str:
         """Compare the gradients of shares and of the whole batch, for the loader's first batch.
 
-        Returns how they differ, or "" if they agree or checks are off.
+        Returns how they differ, or "" if they agree or if checks are off.
         """
         return self._audit.find_difference(loader) if self._checks else ""
 
     def _audit_step(self) -> None:
-        """Audit the gradients of the step just computed, if checks are on."""
+        """Audit the gradients of the step that was just computed, if checks are on."""
         if self._checks and self.trains:
             loader = private.loaders(self._trainer.fit_loop)[0]
             self._audit.after_step(loader, self._newest, self._arguments[1:])
@@ -369,17 +379,16 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _compute_next_pass(self) -> Any:
         """Run training_step on the next pass, with retries, and return its result.
 
-        The result is None after the last pass.
+        The result is None if there are no more passes.
         """
         for part in self._turns:
-            self._part, self._put_back = part, self._metrics.keep()
+            self._part, self._put_back = part, self._metrics.save_state()
             with part:
                 result = self._compute(part)
             if not part.error:
                 return result
             self._put_back()
         self._part = None
-        # after the last pass
         return None
 
     def _compute(self, part: Part) -> Any:
@@ -399,19 +408,17 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
         Code that decides by the loss then decides the same on all ranks.
         """
-        # code that decides by the loss thus decides the same on all ranks
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward pass, then forward and backward for the batch's remaining passes.
+        """Run the backward pass, and then forward and backward for the batch's other passes.
 
-        Raises RequestError if training_step returns None after another pass of the batch had a
-        loss.
+        Each loss is weighted so that the mean of the ranks' gradients is the global batch's
+        gradient. In manual optimization, only one backward pass runs. Raises RequestError if
+        training_step returns None after an earlier pass of the batch had a loss.
         """
-        # Each loss is weighted by its part of the batch, so that the mean of the ranks' gradients
-        # is the global batch's gradient. In manual optimization, only one backward pass runs.
         loss, result = closure_loss, None
         while self._part is not None:
             part = self._part
@@ -446,7 +453,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return precision.post_backward(weighed, module)
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Prepare the exchange of gradients before a backward pass."""
+        """Prepare the exchange of gradients between ranks, before a backward pass."""
         # needed only in manual optimization, whose backward pass runs within training_step
         if not self._exchanges:
             super().pre_backward(closure_loss)
@@ -457,7 +464,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Take an optimizer step, with an audit of the gradients if one is due.
+        """Take an optimizer step, and audit the gradients before it if an audit is due.
 
         Raises DeviceError before the first step if the optimizer's state won't fit in memory.
         """
@@ -483,7 +490,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().optimizer_step(optimizer, compute, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over ranks; a mean in training is weighted by rows."""
+        """Reduce a tensor over ranks; in training, a mean is weighted by rows."""
         if not self._has_metrics:
             return super().reduce(tensor, group, reduce_op)
         return self._metrics.reduce(tensor, group, reduce_op)

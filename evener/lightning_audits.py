@@ -43,12 +43,11 @@ class ModuleAudit:
         `loader` is the training loader. `others` are training_step's arguments after the batch.
         Raises RequestError if gradients differ.
         """
-        # the loader is the training loader
         own = self._strategy.lightning_module.training_step
         self._audits.after_batch(partial(self._find, loader, step, others), own)
 
     def find_difference(self, loader: Any) -> str:
-        """Audit the loader's first batch; return how gradients differ, or "" if they don't."""
+        """Audit the loader's first batch, and return how gradients differ, or "" if they agree."""
         found: str = self._audits.find_difference(partial(self._find, loader, 0, None, True))
         return found
 
@@ -57,13 +56,13 @@ class ModuleAudit:
     ) -> Audited | None:
         strategy, module = self._strategy, self._strategy.lightning_module
         numbers = loader.batch_sampler.sampler.rows_of_all(step)
-        few = self._audits.take_rows(loader.dataset, loader.collate_fn, numbers)
-        if few is None:
+        few_rows = self._audits.take_rows(loader.dataset, loader.collate_fn, numbers)
+        if few_rows is None:
             return None
         automatic = module.automatic_optimization
         around = [partial(silent, module)]
         if not automatic:
-            around.append(partial(_kept_steps, strategy))
+            around.append(partial(_no_optimizer_steps, strategy))
         sketcher = self._audits.make_sketcher(
             [module],
             strategy.optimizers,
@@ -74,7 +73,7 @@ class ModuleAudit:
         compute = partial(self._compute, others)
         if not automatic:
             compute = partial(self._compute_manually, others or (), sketcher)
-        computations = self._audits.make_computations(few, compute, strategy.count)
+        computations = self._audits.make_computations(few_rows, compute, strategy.count)
         return audit(sketcher, computations, add_noise)
 
     def _compute(self, others: Sequence[Any] | None, part: Part) -> Any:
@@ -86,11 +85,11 @@ class ModuleAudit:
     def _compute_manually(
         self, others: Sequence[Any], sketcher: GradientSketcher, part: Part
     ) -> None:
-        """Run a training_step with manual optimization, and sketch the gradients of its losses.
+        """Run a training_step with manual optimization, and summarize the gradients of its losses.
 
-        Raises RequestError if it gives none to `manual_backward`.
+        Weights that training_step changes are restored. Raises RequestError if training_step passes
+        no loss to `manual_backward`.
         """
-        # weights that training_step itself changes are restored
         module = self._strategy.lightning_module
         counted = []
 
@@ -116,12 +115,11 @@ def _list_weights(module: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _kept_steps(strategy: Any) -> Iterator[None]:
+def _no_optimizer_steps(strategy: Any) -> Iterator[None]:
     """Context manager in which optimizers take no steps; gradients are restored at the end.
 
-    Raises RequestError if the weights are too large to be copied.
+    Raises RequestError if the weights are too large for the audit to copy them.
     """
-    # the audit copies them
     weights = _list_weights(strategy.lightning_module)
     if sum(weight.nbytes for weight in weights) > MOST_BYTES:
         raise RequestError(
@@ -142,8 +140,10 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield methods to replace so that optimizers take no steps: object, name and stand-in."""
-    # the stub replaces the method during an audit
+    """Yield the methods that are replaced during an audit, so that optimizers take no steps.
+
+    Each is yielded as an object, the method's name, and a stub that replaces the method.
+    """
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for optimizer in strategy.optimizers:
         yield optimizer, "step", lambda closure=None: None if closure is None else closure()

@@ -33,11 +33,11 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
-    """Check that a pass of `rows` rows gives the same gradient in smaller parts.
+    """Check that a pass that ran out of memory gives the same gradient in smaller parts.
 
-    Raises RequestError if it doesn't, if its rows can't be cut, or for LBFGS.
+    At most `rows` of its rows are checked. Raises RequestError if the gradients differ, if the rows
+    can't be cut, or if the optimizer is LBFGS.
     """
-    # The pass has run out of memory. The parts' gradients must add up to the pass's.
     module = strategy.lightning_module
     audits = strategy.planned.audits
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in strategy.optimizers):
@@ -51,25 +51,28 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
         )
         return made
 
-    audits.audit_part(lambda each: _step(strategy, each.batch), part, rows, make_sketcher)
+    audits.audit_part(
+        lambda each: _run_training_step(strategy, each.batch), part, rows, make_sketcher
+    )
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
-    """Run training_step on a part, and return its loss, or None if it returns none.
+    """Run training_step on a part of a batch, and return its loss, or None if it returns none.
 
-    `others` are the arguments after the batch; None passes a batch index of 0 if one is required.
+    `others` are the arguments after the batch. If `others` is None, a batch index of 0 is passed if
+    one is required.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)
     batch = private.move_batch(module, converted, strategy.root_device)
     if others is None:
-        return _step(strategy, batch)
+        return _run_training_step(strategy, batch)
     with strategy.precision_plugin.train_step_context():
         return loss_of(module.training_step(batch, *others))
 
 
-def _step(strategy: Any, batch: Any) -> Any:
-    """Return training_step's loss for a batch on the device."""
+def _run_training_step(strategy: Any, batch: Any) -> Any:
+    """Run training_step on a batch that is on the device, and return its loss."""
     module = strategy.lightning_module
     step = module.training_step
     # as Lightning does, because the argument for the batch index may have any name
@@ -79,13 +82,13 @@ def _step(strategy: Any, batch: Any) -> Any:
 
 
 def loss_of(result: Any) -> Any:
-    """Return the loss in a result of training_step, which is a tensor, a mapping or None."""
+    """Return the loss from the result of training_step, which is a tensor, a mapping or None."""
     return result["loss"] if isinstance(result, Mapping) else result
 
 
 @contextmanager
 def silent(module: Any) -> Iterator[None]:
-    """Context manager in which nothing is recorded that the LightningModule logs."""
+    """Context manager in which the LightningModule logs nothing."""
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
     module.log = module.log_dict = lambda *_, **__: None
@@ -108,7 +111,7 @@ Sums = tuple[torch.Tensor, ...]
 
 
 class PassMetrics:
-    """Averages the metrics that training_step logs or reduces, over passes and ranks."""
+    """Averages the metrics that training_step logs or reduces, over a batch's passes and ranks."""
 
     # A pass that ran out of memory is computed in pieces. Ranks reduce each metric once per pass,
     # in its last piece.
@@ -130,17 +133,17 @@ class PassMetrics:
         return private.logged(self._module.trainer)
 
     def begin(self) -> None:
-        """Forget the metrics of the previous batch."""
+        """Forget the metrics of the previous batch, at the start of a new one."""
         self._earlier, self._pieces, self._reduced = {}, {}, {}
 
     def end(self, part: Part) -> None:
-        """End a part of a batch; if it completes a pass, keep the pass's metrics."""
+        """Record that a part of a batch is computed; if that completes a pass, keep its metrics."""
         if part.turn.ends:
             self._earlier |= self._reduced
             self._pieces, self._reduced = {}, {}
 
-    def keep(self) -> Callable[[], None]:
-        """Return a function that resets the metrics to their present state, for a retry."""
+    def save_state(self) -> Callable[[], None]:
+        """Return a function that restores the present state of the metrics, for a retry."""
         attributes = keep_attributes(
             self._module, *self._metrics, excluded=(own_buffers(self._module),)
         )
@@ -168,9 +171,10 @@ class PassMetrics:
 
     @contextmanager
     def counting(self, part: Part, rows: Any) -> Iterator[None]:
-        """Context manager around the forward pass of a part, which counts as `rows` rows.
+        """Context manager around the forward pass of a part of a batch.
 
-        A part with weight 0 doesn't change the metrics.
+        The part's metrics count as those of `rows` rows. A part with weight 0 doesn't change the
+        metrics.
         """
         module, logged = self._module, self._logged
         before = module._current_fx_name, logged.batch_size
@@ -188,9 +192,11 @@ class PassMetrics:
             self._part, (module._current_fx_name, logged.batch_size) = None, before
 
     def _average_steps(self, before: dict[str, Any]) -> None:
-        """Average each metric logged per step over the batch's passes so far."""
-        # `before` holds the metrics' values before this pass. Metrics that the pass didn't log are
-        # skipped.
+        """Average each metric that is logged per step over the batch's passes so far.
+
+        `before` has the metrics' values from before this pass; metrics that it didn't log are
+        skipped.
+        """
         for name, metric in self._logged.items():
             meta, own = metric.meta, metric._forward_cache
             alone = (
@@ -205,7 +211,7 @@ class PassMetrics:
                 ).to(own.dtype)
 
     def reduce(self, tensor: Any, group: Any, op: Any) -> Any:
-        """Reduce a metric over all ranks, and in training_step also over the batch's passes."""
+        """Reduce a metric over all ranks and, within training_step, over the batch's passes."""
         # Lightning divides by the mean number of rows, so a truncated integer would be wrong
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         metric = tensor.double() if whole else tensor
@@ -230,10 +236,11 @@ class PassMetrics:
     def _join_earlier_parts(
         self, key: Any, op: str, own: Sums, reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Combine a metric with the values that earlier parts of the batch gave it."""
-        # The parts are pieces and passes. `own` is the metric's value in this piece. `key`
-        # identifies the metric within a pass, and `reduce` reduces a tensor over ranks, once per
-        # pass and metric.
+        """Combine a metric's value in this part of the batch with its values in earlier parts.
+
+        `own` is the value in this part, and `key` identifies the metric within a pass. `reduce`
+        reduces a tensor over ranks; it is called once per pass and metric.
+        """
         assert self._part is not None
         if key not in self._reduced:
             own = _add(op, self._pieces.get(key), own)

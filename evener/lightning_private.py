@@ -1,4 +1,4 @@
-"""The private parts of Lightning that evener uses, all in one place."""
+"""Access to the private parts of Lightning that evener uses, all in one place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def replace_loader(fit_loop: Any, loader: Any) -> None:
 
 
 def searches_rate(callback: Any) -> bool:
-    """Return True if the callback belongs to the learning-rate finder."""
+    """Return whether the callback belongs to the learning-rate finder."""
     return any(kind.__name__ == "_LRCallback" for kind in type(callback).__mro__)
 
 
@@ -47,18 +47,18 @@ def wrapped_optimizers(strategy: Any) -> list[Any]:
 
 
 def logged(loop: Any) -> Any:
-    """Return the collection in which a loop keeps logged metrics."""
+    """Return the collection in which a loop stores logged metrics."""
     return loop._results
 
 
 def default_states(metric: Any) -> dict[str, Any]:
-    """Return a metric's states and their default values."""
+    """Return the default values of a metric's states, by name."""
     found: dict[str, Any] = metric._defaults
     return found
 
 
 def move_batch(module: Any, batch: Any, device: Any) -> Any:
-    """Move a batch to a device, with the module's and data module's transfer hooks."""
+    """Move a batch to a device by the transfer hooks of the module and its data module."""
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
 

@@ -1,4 +1,4 @@
-"""A Lightning callback that reports training to evener's monitor."""
+"""Lightning callback that reports a training run to evener's monitor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ extract_batch_size = import_module(f"{LIGHTNING}.utilities.data").extract_batch_
 
 
 class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
-    """Lightning callback that reports training to evener's monitor and the trainer's loggers."""
+    """Lightning callback that reports training to evener's monitor and to the trainer's loggers.
 
-    # With a plan or `evener run`, they receive compute time (own work), waiting time, shares and
-    # samples/s. With a plan, the monitor gets the steps even without this callback.
+    With a plan or `evener run`, the loggers get compute time (own work), waiting time, shares and
+    samples/s. With a plan, the monitor gets the steps even without this callback.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Mark the start of a step, and count the batch's rows."""
+        """Start timing a step if this is its first batch, and count the batch's rows."""
         if self._clock is not None:
             if not self._rows:
                 self._clock.begin()
@@ -43,7 +44,10 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After an optimizer step, report it, and log metrics every `log_every_n_steps` steps."""
+        """Report the step if the optimizer has stepped.
+
+        The metrics are logged every `log_every_n_steps` steps.
+        """
         if trainer.global_step == self._steps:
             return
         if self._clock is not None:
@@ -57,7 +61,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
                 logger.log_metrics(found, step=trainer.global_step - 1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Keep a validation's duration out of the next step's time."""
+        """Stop timing until the next step, so that validation doesn't count as a part of it."""
         if self._clock is not None:
             self._clock.interrupt()
 

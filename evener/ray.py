@@ -43,9 +43,12 @@ def trainer(
 ) -> TorchTrainer:
     """Return a Ray TorchTrainer with one worker on each device of the plan.
 
-    `options` go to TorchTrainer, and `ray_address` is the Ray cluster's address. In `train_loop`,
-    `evener.torch.Split()` finds the plan. Raises PlanError if the plan doesn't fit, and
-    RequestError for an option that the plan decides, such as `scaling_config`.
+    - `train_loop`: the training function, in which `evener.torch.Split()` finds the plan.
+    - `ray_address`: address of the Ray cluster.
+    - `options`: further arguments of TorchTrainer.
+
+    Raises PlanError if the plan doesn't fit, and RequestError for an option that the plan decides,
+    such as `scaling_config`.
     """
     chosen = plan if isinstance(plan, Plan) else load_plan(plan)
     _check(chosen, options)
@@ -73,8 +76,10 @@ def trainer(
 
 
 def _hold_other_gpus(plan: Plan, nodes: dict[str, Node]) -> list[Any]:
-    """Reserve the GPUs that the plan doesn't use, so that no worker gets one."""
-    # The returned handles keep the reservations. Ray might assign an unused GPU to a worker.
+    """Reserve the GPUs that the plan doesn't use, so that Ray assigns none of them to a worker.
+
+    The returned handles keep the reservations.
+    """
     held = []
     for host, node in nodes.items():
         own = [share for share in plan.layout.active if share.host == host]
@@ -100,18 +105,17 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
 
 
 def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
-    """Return the Ray resources for each worker."""
-    # Ray requires all workers to have the same resources. A worker gets one CPU, or a fraction if a
-    # host has fewer CPUs than workers. If the plan uses GPUs, it also gets one GPU.
+    """Return the Ray resources of each worker, which have to be the same for all workers."""
+    # A worker gets one CPU, or a fraction if a host has fewer CPUs than workers. If the plan uses
+    # GPUs, it also gets one GPU.
     shares = [share.host for share in plan.layout.active]
     resources = {"CPU": min(1.0, *(node.cpus / shares.count(host) for host, node in nodes.items()))}
     return resources if all(map(is_cpu, plan.layout.active)) else {**resources, "GPU": 1}
 
 
 def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the training function with the plan available to `Split()`."""
-    # `Split()` also finds the worker's device. Both are passed by the environment variables that
-    # `evener launch` uses.
+    """Wrap the training function so that `Split()` finds the plan and the worker's device."""
+    # both are passed by the environment variables that `evener launch` uses
     text = to_toml(plan)
 
     @functools.wraps(train_loop)
@@ -131,13 +135,13 @@ def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]
 
 @dataclass
 class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
-    """A TorchConfig that also selects each host's network interface."""
+    """TorchConfig that also selects the network interface of each host."""
 
     hosts: dict[str, str] = field(default_factory=dict)  # by node id
 
     @property
     def backend_cls(self) -> type:
-        """The backend class that sets up the workers."""
+        """Backend class that sets up the workers."""
         return _PlanBackend
 
 

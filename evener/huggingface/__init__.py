@@ -1,4 +1,4 @@
-"""Train with a plan by transformers' Trainer, TRL's trainers and other subclasses.
+"""Train with a plan in transformers' Trainer, TRL's trainers and other subclasses.
 
     trainer = with_plan(Trainer, "plan.toml")(model=model, args=args, train_dataset=data)
 

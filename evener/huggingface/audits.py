@@ -42,7 +42,7 @@ _OURS = "evener."
 
 
 class TrainerAudit:
-    """Checks, after some steps of a Trainer, that shares don't change the gradients."""
+    """Checks after some steps of a Trainer that unequal shares don't change the gradients."""
 
     def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
         self._trainer = trainer
@@ -65,22 +65,25 @@ class TrainerAudit:
         self._audits.after_batch(partial(self._find, numbers, loss), own, [trainer])
 
     def _find(self, numbers: Sequence[int], loss: TrainerLoss, add_noise: bool) -> Audited | None:
-        few = self._audits.take_rows(self._dataset, self._collate, numbers)
-        if few is None:
+        few_rows = self._audits.take_rows(self._dataset, self._collate, numbers)
+        if few_rows is None:
             return None
-        made = self.computations.make(few, loss, self._audits.follows_launcher)
-        return audit(self.computations.sketcher(), made, add_noise)
+        made = self.computations.make(few_rows, loss, self._audits.follows_launcher)
+        return audit(self.computations.make_sketcher(), made, add_noise)
 
 
 class TrainerComputations:
-    """Computes a Trainer's loss for a few rows in different ways, at once or in parts."""
+    """Computes a Trainer's loss for a few rows in different ways, for example at once or in parts.
+
+    Each method returns a computation: functions that compute losses, with the losses' weights.
+    """
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
         self._trainer = trainer
         self._gathering = gathering
 
-    def sketcher(self) -> GradientSketcher:
-        """Return an object that summarizes gradients and leaves the Trainer unchanged."""
+    def make_sketcher(self) -> GradientSketcher:
+        """Return a GradientSketcher, which summarizes gradients and doesn't change the Trainer."""
         trainer = self._trainer
         apart = {id(trainer.train_dataset), id(trainer.eval_dataset), id(trainer)}
         held = [each for each in vars(trainer).values() if id(each) not in apart]
@@ -98,36 +101,46 @@ class TrainerComputations:
         )
         return sketcher
 
-    def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Computations:
+    def make(
+        self, few_rows: FewRows, loss: TrainerLoss, follows_launcher: bool = False
+    ) -> Computations:
         """Return two computations of a few rows that have to give the same gradient.
 
         One divides the rows by shares, as the training does. The other, the reference, computes all
         rows at once. With `follows_launcher`, the reference is the mean over equal parts, as under
-        torchrun. Variants help to find the cause of a difference.
+        torchrun. The result also has variants of the computation by shares, which help to find the
+        cause of a difference.
         """
-        micro = FEW if max(self._trainer._shares.passes) > 1 else 0
-        excess = follows_launcher and self._trainer.excess > 1
-        by_shares = partial(self.by_shares, sizes=few.sizes, loss=loss, excess=excess)
-        trained = by_shares(few.parts, micro=micro)
+        max_rows = FEW if max(self._trainer._shares.passes) > 1 else 0
+        keeps_excess = follows_launcher and self._trainer.excess > 1
+        by_shares = partial(
+            self.by_shares, sizes=few_rows.sizes, loss=loss, keeps_excess=keeps_excess
+        )
+        trained = by_shares(few_rows.parts, max_rows=max_rows)
         changes = {"sum": AuditChange([Piece(each.loss) for each in trained])}
-        if micro:
-            changes["passes"] = AuditChange(by_shares(few.parts))
-        if few.cut is not None and few.cut is not few.parts:
-            changes["collation"] = AuditChange(by_shares(few.cut, micro=micro))
-        reference = self._by_launcher(few) if follows_launcher else self.at_once(few)
-        return Computations(reference, trained, changes, few.sizes, few.digest, few.pads)
+        if max_rows:
+            changes["passes"] = AuditChange(by_shares(few_rows.parts))
+        if few_rows.cut is not None and few_rows.cut is not few_rows.parts:
+            changes["collation"] = AuditChange(by_shares(few_rows.cut, max_rows=max_rows))
+        reference = self._by_launcher(few_rows) if follows_launcher else self.at_once(few_rows)
+        return Computations(
+            reference, trained, changes, few_rows.sizes, few_rows.digest, few_rows.pads
+        )
 
     def at_once(
-        self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0
+        self, few_rows: FewRows, item_factor: int = 1, world: int = 1, weight: float = 1.0
     ) -> Computation:
         """Return the computation of all rows in one batch, with its loss multiplied by `weight`.
 
-        The Trainer gets the batch's number of items (`num_items_in_batch`) multiplied by `times`,
-        and sees `world` processes.
+        The Trainer gets the batch's number of items (`num_items_in_batch`) multiplied by
+        `item_factor`, and sees `world` processes.
         """
-        items = self.count_items([few.whole])
+        items = self.count_items([few_rows.whole])
         return [
-            Piece(self._loss(few.whole, None if items is None else times * items, world), weight)
+            Piece(
+                self._loss(few_rows.whole, None if items is None else item_factor * items, world),
+                weight,
+            )
         ]
 
     def by_shares(
@@ -135,52 +148,55 @@ class TrainerComputations:
         batches: Sequence[Any],
         sizes: Sequence[int],
         loss: TrainerLoss,
-        micro: int = 0,
-        excess: bool = False,
+        max_rows: int = 0,
+        keeps_excess: bool = False,
     ) -> Computation:
         """Return the computation of a batch in parts, with losses weighted by rows or labels.
 
-        `sizes` are the parts' row counts. `micro` is the row count of the largest pass; 0 doesn't
-        divide the parts into passes. If transformers multiplies the loss by the number of
-        processes, that is undone unless `excess` is set.
+        `batches` are the parts, and `sizes` their row counts. `max_rows` is the maximum row count
+        of a pass; with 0, each part is one pass. If transformers multiplies the loss by the number
+        of processes, that is undone unless `keeps_excess` is set.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):
-            parts += _cut_passes(batch, rows, micro)
+            parts += _cut_passes(batch, rows, max_rows)
         items = self.count_items([batch for batch, _ in parts])
         weights = _weigh_parts(parts, loss)
         world = min(PROCESSES, self._trainer._shares.world)
-        divisor = world if loss.multiplied > 1 and not excess else 1
+        divisor = world if loss.multiplied > 1 and not keeps_excess else 1
         return [
             Piece(self._loss(batch, items, world), weight / divisor)
             for (batch, _), weight in zip(parts, weights, strict=True)
             if weight
         ]
 
-    def _by_launcher(self, few: FewRows) -> Computation:
-        """Return the computation of equal parts whose losses are averaged, as DDP does."""
-        items = self.count_items(few.even)
+    def _by_launcher(self, few_rows: FewRows) -> Computation:
+        """Return the computation of equal parts whose losses are averaged, as under torchrun."""
+        items = self.count_items(few_rows.even)
         if not self._trainer.args.average_tokens_across_devices:
-            own = [self.count_items([each]) for each in few.even]
+            own = [self.count_items([each]) for each in few_rows.even]
         else:
-            own = [items] * len(few.even)
+            own = [items] * len(few_rows.even)
         return [
-            # the mean of the losses of equal parts, one for each process
-            Piece(self._loss(batch, count, PROCESSES), 1.0 / len(few.even))
-            for batch, count in zip(few.even, own, strict=True)
+            Piece(self._loss(batch, count, PROCESSES), 1.0 / len(few_rows.even))
+            for batch, count in zip(few_rows.even, own, strict=True)
         ]
 
     def count_items(self, batches: Sequence[Any]) -> Any:
-        """Return the Trainer's `num_items_in_batch` for some batches; None if it doesn't count."""
-        # The trainer divides its loss by this number.
+        """Return the Trainer's `num_items_in_batch` for some batches.
+
+        The Trainer divides its loss by this number. The result is None if it doesn't count items.
+        """
         trainer = self._trainer
         with pretend_processes(trainer.accelerator, 1):
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes a batch's loss, in which a collective raises an error."""
-        # The trainer sees `world` processes during the computation.
-        # `items` is the number that is passed to the loss; None if the trainer counts none
+        """Return a function that computes a batch's loss, and in which collectives raise an error.
+
+        `items` is passed to the loss as `num_items_in_batch`; None if the Trainer doesn't count
+        items. The Trainer sees `world` processes.
+        """
         return refuse_collectives(partial(self._compute, batch, items, world))
 
     def _compute(self, batch: Any, items: Any, world: int) -> Any:
@@ -192,8 +208,10 @@ class TrainerComputations:
 
 
 def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
-    """Return the weight of each part's loss in the mean over all parts."""
-    # a part is a batch with its number of rows
+    """Return the weight of each part's loss in the mean over all parts.
+
+    `parts` are pairs of a batch and its row count.
+    """
     if loss.mean_over == ITEMS:
         return [1.0] * len(parts)
     counts = [float(rows) for _, rows in parts]
@@ -202,15 +220,17 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
     return [count / (sum(counts) or 1.0) for count in counts]
 
 
-def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Cut a batch into passes of at most `micro` rows; a batch that can't be cut stays whole."""
-    # Each pass has its number of rows. If `micro` is 0, there is only one pass.
-    if not micro or rows <= micro:
+def _cut_passes(batch: Any, rows: int, max_rows: int) -> list[tuple[Any, int]]:
+    """Cut a batch into passes of at most `max_rows` rows, and return each with its row count.
+
+    With 0, there is one pass. A batch that can't be cut isn't divided either.
+    """
+    if not max_rows or rows <= max_rows:
         return [(batch, rows)]
-    firsts = range(0, rows, micro)
+    firsts = range(0, rows, max_rows)
     try:
         return [
-            (cut_rows(batch, first, min(first + micro, rows), rows), min(micro, rows - first))
+            (cut_rows(batch, first, min(first + max_rows, rows), rows), min(max_rows, rows - first))
             for first in firsts
         ]
     except RequestError:
@@ -218,7 +238,7 @@ def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
 
 
 def _find_own_loss(kind: type) -> Any:
-    """Return the `compute_loss` of the user's class or its base class, without evener's wrapper."""
+    """Return the `compute_loss` of the user's Trainer class, without evener's wrapper."""
     for each in kind.__mro__:
         if "compute_loss" in vars(each) and not each.__module__.startswith(_OURS):
             return vars(each)["compute_loss"]

@@ -1,4 +1,4 @@
-"""Replaces `Accelerator.gather` for ranks that differ in their rows and passes."""
+"""Replaces `Accelerator.gather` for ranks with different numbers of rows and passes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..torch.rows.structure import each_tensor
 
 
 @contextmanager
-def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
-    """Context manager that makes accelerate and PyTorch report `number` processes."""
+def pretend_processes(accelerator: Any, count: int) -> Iterator[None]:
+    """Context manager that makes accelerate and PyTorch report `count` processes."""
     states = [accelerator.state.__dict__, vars(PartialState())]
     before, asked = [state["num_processes"] for state in states], dist.get_world_size
     try:
         for state in states:
-            state["num_processes"] = number
-        dist.get_world_size = lambda *_: number
+            state["num_processes"] = count
+        dist.get_world_size = lambda *_: count
         yield
     finally:
         dist.get_world_size = asked
@@ -35,7 +35,7 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 
 
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """Scalars from all ranks and passes, whose `mean` is weighted by the rows of each pass."""
+    """Scalars gathered from all ranks and passes, whose `mean` is weighted by the passes' rows."""
 
     # `sums` has the value of each pass. If memory ran out and a pass was computed in pieces, `sums`
     # has the sum of the pieces' values.
@@ -48,7 +48,7 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
         return self.sums.sum(*args, **kwargs)
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the mean weighted by rows; the plain mean if arguments are given."""
+        """Return the mean weighted by rows or, if any arguments are given, the plain mean."""
         plain = self.as_subclass(torch.Tensor)
         if args or kwargs or not self.rows.sum():
             return plain.mean(*args, **kwargs)
@@ -58,17 +58,16 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Handle these values as a plain tensor in every other function.
+        """Treat these values as a plain tensor in all other PyTorch functions.
 
         The results are plain tensors too.
         """
-        # So the results aren't PassValues.
         with plain_tensors():
             return function(*args, **(kwargs or {}))
 
 
 class _Piece(NamedTuple):
-    """The rows being computed: a gradient-accumulation pass, or a piece of one after a retry."""
+    """The rows being computed: a gradient-accumulation pass or, after a retry, a piece of one."""
 
     rows: int
     full_batch: int
@@ -78,8 +77,8 @@ class _Piece(NamedTuple):
 class Gathering:
     """Replaces `accelerator.gather` in training, where ranks have different numbers of rows.
 
-    Each pass gathers the values of the batch so far: tensors are concatenated along their rows, and
-    scalars become `PassValues`.
+    If a batch has several passes, `gather` returns the values of the batch's passes so far: tensors
+    are concatenated along their rows, and scalars become `PassValues`.
     """
 
     # A rank without rows computes a filler row.
@@ -98,17 +97,20 @@ class Gathering:
         accelerator.gather = self.gather
 
     def begin_batch(self) -> None:
-        """Forget the values gathered in the previous batch."""
+        """Forget the values that were gathered in the previous batch."""
         self._earlier = []
         self.end_pass()
 
     def end_pass(self) -> None:
-        """Forget the values gathered by the pieces of a pass, once the pass is complete."""
+        """Forget the values of a pass that is now complete, which were kept for retries."""
         self._pieces, self._gathered_calls = [], []
 
     @contextmanager
     def local(self, shift: float = 0.0) -> Iterator[None]:
-        """Context manager in which `gather` returns only this rank's values, plus `shift`."""
+        """Context manager in which `gather` returns only this rank's values, plus `shift`.
+
+        The shift shows whether a loss depends on gathered values.
+        """
         before, self._local, self._shift = (self._local, self._shift), True, shift
         try:
             yield
@@ -132,8 +134,10 @@ class Gathering:
             self._piece = outer
 
     def save(self) -> Callable[[], None]:
-        """Return a function that restores the values gathered so far, before a pass is retried."""
-        # Values that other ranks have sent in this pass are kept, because they won't be sent again.
+        """Return a function that restores the values gathered until now, before a pass is retried.
+
+        Values that other ranks have sent in this pass are kept, because they won't be sent again.
+        """
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
         )
@@ -176,11 +180,10 @@ class Gathering:
         return self._join_earlier_passes(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, piece: _Piece) -> Any:
-        """Gather a value from all ranks; on a retry, return the value gathered before.
+        """Gather a value from all ranks; on a retry, return the value that was gathered before.
 
-        `call` is how often the pass has called `gather` before.
+        `call` is the number of earlier `gather` calls in the pass.
         """
-        # `call` is the number of earlier gather calls in the pass or piece.
         if call < len(self._gathered_calls):
             # the pass is repeated, and the other ranks' values were already gathered
             return self._gathered_calls[call]
@@ -208,9 +211,10 @@ class Gathering:
         return _weighted(joined, sums, rows)
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]], is_last: bool) -> Any:
-        """Gather a value from all ranks once the pass's last piece is computed.
+        """Gather a value from all ranks, once the last piece of the pass is computed.
 
-        Before that, return only this rank's value.
+        Before that, only this rank's value is returned. `pieces` has the value and the row count of
+        each piece so far.
         """
         gather = self._gather if is_last else lambda own: own
         values = [value for value, _ in pieces]
@@ -239,8 +243,10 @@ class Gathering:
 def _gather_scalar(
     values: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """Gather a scalar from each rank, together with the rank's row count."""
-    # `values` and `rows` have one entry for each piece of this rank's pass.
+    """Gather a scalar from each rank, together with the rank's row count.
+
+    `values` and `rows` have an entry for each piece of this rank's pass.
+    """
     own = torch.stack(values).double()
     count = own.new_tensor(rows)
     mean = (own * count).sum() / count.sum() if len(rows) > 1 else own[0]
@@ -257,12 +263,12 @@ def _weighted(values: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> P
     return made
 
 
-def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering) -> Any:
+def share_evaluation(trainer: Any, make_loader: Callable[[], Any], gathering: Gathering) -> Any:
     """Return an evaluation loader that gives each rank whole batches.
 
-    Data sets without a fixed order get accelerate's own loader.
+    If the data set's order isn't fixed, the result is accelerate's own loader.
     """
-    loader = make_undivided(trainer, make)
+    loader = make_undivided(trainer, make_loader)
     fixed = not isinstance(loader.dataset, IterableDataset) and isinstance(
         loader.sampler, SequentialSampler
     )
@@ -273,16 +279,17 @@ def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering
     )
 
 
-def make_undivided(trainer: Any, make: Callable[[], Any]) -> Any:
-    """Call `make`, and return its data loader before accelerate divides it among ranks."""
+def make_undivided(trainer: Any, make_loader: Callable[[], Any]) -> Any:
+    """Call `make_loader`, and return the loader before accelerate divides its rows among ranks."""
     with replaced(trainer.accelerator, "prepare", lambda loader: loader):
-        return make()
+        return make_loader()
 
 
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
     """Evaluation loader that gives whole batches to the ranks in turn.
 
-    When batches run out, the remaining ranks compute the last batch again, with zero rows counted.
+    If the last batches aren't enough for all ranks, the remaining ranks compute the last batch
+    again, and its rows aren't counted.
     """
 
     def __init__(self, loader: Any, accelerator: Any, gathering: Gathering) -> None:

@@ -1,4 +1,4 @@
-"""Describes the denominator of a Trainer's mean loss: rows, labels, or items of the whole batch."""
+"""Describes what a Trainer's loss is a mean over: rows, labels, or items of the whole batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ITEMS, ROWS = "num_items_in_batch", "rows"
 class TrainerLoss(msgspec.Struct, frozen=True):
     """What a Trainer's loss is a mean over, and the factor by which the Trainer multiplies it.
 
-    `mean_over` is "rows", "num_items_in_batch", "labels" or "shifted labels". `certain` is False if
-    several of these fit.
+    `mean_over` is "rows", "num_items_in_batch", "labels" or "shifted labels". `multiplied` is the
+    factor: 1 or the number of processes. `certain` is False if several means fit the loss.
     """
 
     mean_over: str
@@ -26,26 +26,29 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
     @property
     def excess(self) -> int:
-        """Factor by which an ordinary launcher, such as torchrun, makes this loss too large."""
+        """Factor by which this loss is too large under an ordinary launcher, such as torchrun."""
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return the number of labels that the batch's loss is averaged over.
+        """Return the number of labels over which the batch's loss is averaged.
 
         It is 0 for a loss that isn't a mean over labels.
         """
         return count_labels(batch).get(self.mean_over, 0.0)
 
-    def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
-        """Return the weight of a piece's loss in the loss of its pass.
+    def weigh_piece(self, batch: Any, rows: int, piece: Any, piece_rows: int) -> float:
+        """Return the weight of a piece's loss in the loss of its gradient-accumulation pass.
 
-        `whole` is the pass, with `rows` rows; `piece` is a part of it, with `own` rows.
+        `batch` is the whole pass, with `rows` rows. `piece` is a part of it, with `piece_rows`
+        rows.
         """
         # a sum over items has been divided by the items of all passes
-        if own == rows or self.mean_over == ITEMS:
+        if piece_rows == rows or self.mean_over == ITEMS:
             return 1.0
         return (
-            own / rows if self.mean_over == ROWS else self.count(piece) / (self.count(whole) or 1.0)
+            piece_rows / rows
+            if self.mean_over == ROWS
+            else self.count(piece) / (self.count(batch) or 1.0)
         )
 
 
@@ -55,7 +58,7 @@ def silent(trainer: Any) -> Any:
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:
-    """Return the mean that the Trainer's settings imply for its loss, without checking it.
+    """Return what the Trainer's settings say about its loss, without checking it.
 
     `world` is the number of ranks.
     """
@@ -66,7 +69,7 @@ def assume_loss(trainer: Any, world: int) -> TrainerLoss:
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
     """Return whether the Trainer expects its loss to be divided by `num_items_in_batch` already.
 
-    `items` is this number, or None if the Trainer couldn't count.
+    `items` is this number, or None if the Trainer couldn't count the items.
     """
     own = getattr(trainer, "loss_is_scaled_for_ga", None)
     takes = (
@@ -79,7 +82,7 @@ def count_labels(batch: Any) -> dict[str, float]:
     """Count the labels that aren't ignored, before and after a shift by one position.
 
     The keys are "labels" and "shifted labels". The second is missing if the labels are shifted
-    already or have one axis. The dict is empty if the batch has no integer labels.
+    already or have only one axis. The dict is empty if the batch has no integer labels.
     """
     labels, shifted = _labels(batch)
     if labels is None:
@@ -91,8 +94,7 @@ def count_labels(batch: Any) -> dict[str, float]:
 
 
 def has_ignored(batch: Any) -> bool:
-    """Return whether any label in the batch is ignored (-100)."""
-    # Ignored labels show that the loss supports them.
+    """Return whether any label in the batch is ignored (-100), so the loss supports such labels."""
     labels, _ = _labels(batch)
     return labels is not None and bool((labels == IGNORED).any())
 
@@ -107,9 +109,8 @@ def has_uneven_labels(batch: Any) -> bool:
 
 
 def _labels(batch: Any) -> tuple[Any, bool]:
-    """Return the batch's labels, or None, and whether the batch has already shifted them by one."""
+    """Return the batch's labels, or None, and whether they are already shifted by one position."""
     shifted = hasattr(batch, "get") and "shift_labels" in batch
     labels = batch.get("shift_labels" if shifted else "labels") if hasattr(batch, "get") else None
     found = isinstance(labels, torch.Tensor) and labels.ndim and not labels.is_floating_point()
-    # None if there are none
     return (labels if found else None), shifted

@@ -1,8 +1,8 @@
 """Finds out what a Trainer's loss is a mean over, before the first training step.
 
-A model's signature doesn't tell: many models accept `num_items_in_batch` but compute a mean of
-their own. Therefore a few rows are computed together and in parts. Then their gradients are
-compared as in an audit.
+A model's signature doesn't show this: many models accept `num_items_in_batch` but compute a mean of
+their own. Therefore a few rows are computed together and in parts, and the gradients are compared
+as in an audit.
 
 For example, the gradients of the parts may add up to the gradient of all rows if they are weighted
 by labels. Then the loss is a mean over labels.
@@ -68,37 +68,38 @@ MORE_MEMORY = (
 def find_loss(
     trainer: Any,
     computations: TrainerComputations,
-    make: Callable[[], FewRows | None],
+    fetch_rows: Callable[[], FewRows | None],
     gathering: Gathering,
-    ignores: bool,
+    accepts_ignored: bool,
     in_parts: bool = False,
 ) -> TrainerLoss:
     """Compute a few rows in different ways, and return what the Trainer's loss is a mean over.
 
-    Every rank has to call this. `make` fetches the rows, or returns None. If `ignores` is True, the
-    loss accepts ignored labels. With `in_parts`, a single process checks whether it can split a
-    batch. Raises RequestError if the loss doesn't fit any mean, or can't be computed in passes. If
-    the rows don't show the mean, the result is what the Trainer's settings say.
+    Every rank has to call this. `fetch_rows` returns the rows, or None. If `accepts_ignored` is
+    True, the loss supports ignored labels. With `in_parts`, a single process checks whether it can
+    split a batch. If the rows don't show what the loss is a mean over, the result follows the
+    Trainer's settings. Raises RequestError if the loss doesn't fit any mean, or can't be computed
+    in passes.
     """
     passes = trainer._shares.passes
     calls = gathering.calls
     gathering_in_passes = gathering if in_parts or max(passes) > 1 else None
 
     def find() -> TrainerLoss | None:
-        few = make()
-        if few is None:
+        few_rows = fetch_rows()
+        if few_rows is None:
             return None
         # Masking some labels helps to distinguish a mean over labels from a mean over rows. A loss
         # that doesn't support ignored labels raises an error on a CPU, but would kill the process
         # on a GPU.
-        if ignores or trainer.args.device.type == "cpu":
-            masked = _mask_some_labels(few)
+        if accepts_ignored or trainer.args.device.type == "cpu":
+            masked = _mask_some_labels(few_rows)
             try:
                 return LossFinder(trainer, computations, masked, gathering_in_passes).find()
             except (ArithmeticError, IndexError, RuntimeError):
-                if masked is few:
+                if masked is few_rows:
                     raise  # otherwise the loss may not support ignored labels
-        return LossFinder(trainer, computations, few, gathering_in_passes).find()
+        return LossFinder(trainer, computations, few_rows, gathering_in_passes).find()
 
     if in_parts:
         found = find()
@@ -116,29 +117,26 @@ def find_loss(
 
 
 class LossFinder:
-    """Finds what a loss averages, by gradients of a few rows at once and in parts.
+    """Finds what a loss is a mean over, by gradients of a few rows at once and in parts.
 
-    `gathering_in_passes` is given if batches are split into passes.
+    `gathering_in_passes` is needed if batches are split into passes, and otherwise None.
     """
-
-    # In a pass, the trainer can't gather the values of the whole batch. The ranks of a sharded
-    # model have to compute the same passes.
 
     def __init__(
         self,
         trainer: Any,
         computations: TrainerComputations,
-        few: FewRows,
+        few_rows: FewRows,
         gathering_in_passes: Gathering | None,
     ) -> None:
         self._in_step = trainer._shares.is_sharded or is_sharded(trainer.model)
         self._computations = computations
-        self._few = few
+        self._few_rows = few_rows
         self._gathering = gathering_in_passes
         self._world = trainer._shares.world
         self._passes = trainer._shares.passes
         self._keeps_launcher = trainer.keeps_launcher
-        self._sketcher: GradientSketcher = computations.sketcher()
+        self._sketcher: GradientSketcher = computations.make_sketcher()
         self._repeats: list[Sketch] = []  # repeats of the reference, computed when needed
         self._nearest = ROWS  # the name with the smallest difference
         self._difference: GradientDifference | None = None  # between the last compared losses
@@ -162,7 +160,7 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Find what the loss averages over: by gradients, else by losses."""
+        """Find what the loss is a mean over, by gradients or, if that isn't possible, by losses."""
         try:
             return self._find()
         except RuntimeError as error:
@@ -174,13 +172,15 @@ class LossFinder:
 
     def _find(self) -> TrainerLoss | None:
         with self._sketcher.open(add_noise=True):
-            reference = self._sketcher.sketch_fast(self._computations.at_once(self._few))
+            reference = self._sketcher.sketch_fast(self._computations.at_once(self._few_rows))
             sizes = list(map(reference.size, reference.sums))
-            if self._decide(not any(sizes) or not math.isfinite(sum(sizes))):
+            if self._agree_on(not any(sizes) or not math.isfinite(sum(sizes))):
                 return None
-            multiplied = self._find_multiplied(reference)
+            multiplied = self._find_factor(reference)
             names = (
-                [ITEMS] if self._is_scaled(reference) else [ROWS, *count_labels(self._few.whole)]
+                [ITEMS]
+                if self._is_scaled(reference)
+                else [ROWS, *count_labels(self._few_rows.whole)]
             )
             fitting = self._find_fitting(names, multiplied, reference)
         if fitting:
@@ -188,20 +188,21 @@ class LossFinder:
         self._refuse(TrainerLoss(self._nearest, multiplied))
         return None
 
-    def _find_multiplied(self, reference: Sketch) -> int:
-        """Return the factor by which the Trainer scales its loss if it sees several processes.
+    def _find_factor(self, reference: Sketch) -> int:
+        """Return the factor by which the Trainer multiplies its loss if it sees several processes.
 
-        `reference` has the gradients of a single process.
+        It is 1 or the number of processes. `reference` has the gradients of a single process.
         """
-        # 1 or the number of processes
         if self._world == 1 and self._gathering is None:
             return 1
         calls = 0 if self._gathering is None else self._gathering.calls
-        own = self._sketcher.sketch_fast(self._computations.at_once(self._few, world=self._world))
+        own = self._sketcher.sketch_fast(
+            self._computations.at_once(self._few_rows, world=self._world)
+        )
         if self._gathering is not None and self._gathering.calls > calls:
             with self._gathering.local(SHIFT):
                 shifted = self._sketcher.sketch_fast(
-                    self._computations.at_once(self._few, world=self._world)
+                    self._computations.at_once(self._few_rows, world=self._world)
                 )
             if not self._agree_within_rounding(own, shifted):
                 raise RequestError(
@@ -216,18 +217,20 @@ class LossFinder:
     def _is_scaled(self, reference: Sketch) -> bool:
         """Return whether the loss is divided by `num_items_in_batch`.
 
-        If it is, twice that number gives half the gradient. Raises RequestError if only a part of
+        If it is, doubling that number halves the gradient. Raises RequestError if only a part of
         the loss is divided.
         """
-        if self._computations.count_items([self._few.whole]) is None:
+        if self._computations.count_items([self._few_rows.whole]) is None:
             return False
-        halved = self._sketcher.sketch_fast(self._computations.at_once(self._few, times=2))
+        halved = self._sketcher.sketch_fast(
+            self._computations.at_once(self._few_rows, item_factor=2)
+        )
         if self._agree_within_rounding(reference, _double(halved)):
             return True
         if self._agree_within_rounding(reference, halved):
             return False
         raise RequestError(
-            f"The loss of {self._few.rows} rows is {reference.loss:.6g}, and {halved.loss:.6g}"
+            f"The loss of {self._few_rows.rows} rows is {reference.loss:.6g}, and {halved.loss:.6g}"
             " where num_items_in_batch is twice as large: only a part of it is divided by that"
             " number.",
             PARTIAL,
@@ -236,17 +239,16 @@ class LossFinder:
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
         """Return the means among `names` that fit the loss, such as "rows" and "labels".
 
-        One fits if the parts' gradients, weighted accordingly, add up to the gradient of all rows.
+        A mean fits if the parts' gradients, weighted accordingly, add up to the gradient of all
+        rows. If only losses can be compared, the mean that fits best comes first.
         """
-        # If only losses can be compared, the name that fits best comes first.
-        few = self._few
+        few_rows = self._few_rows
         fitting = []
         distances = {}
         for name in names:
             loss = TrainerLoss(name, multiplied)
-            # the gradients of the parts, weighted by rows or labels
             trained = self._sketcher.sketch_fast(
-                self._computations.by_shares(few.parts, few.sizes, loss)
+                self._computations.by_shares(few_rows.parts, few_rows.sizes, loss)
             )
             if self._agree_within_rounding(reference, trained):
                 fitting.append(name)
@@ -260,12 +262,11 @@ class LossFinder:
             fitting.sort(key=distances.__getitem__)
         return fitting
 
-    def _decide(self, own: bool) -> bool:
-        """Return `own`; for a sharded model, the first rank's `own`, so that all ranks agree.
+    def _agree_on(self, own: bool) -> bool:
+        """Return `own`; for a sharded model, return the first rank's `own` on all ranks.
 
-        Every rank has to call this.
+        Every rank of a sharded model has to call this.
         """
-        # The ranks of a sharded model have to compute the same passes.
         return bool(broadcast_message(own)) if self._in_step else own
 
     def _agree_within_rounding(self, reference: Sketch, other: Sketch) -> bool:
@@ -273,15 +274,15 @@ class LossFinder:
         if self._sketcher.losses_only:
             return self._have_near_losses(reference, other)
         found = compare(reference, other)
-        if self._decide(found is not None and found.relative > GROSS):
+        if self._agree_on(found is not None and found.relative > GROSS):
             return False
         # a small term of the loss, such as one for balancing experts, may hardly change the
         # gradient
-        if self._decide(found is None and are_losses_near(reference, other)):
+        if self._agree_on(found is None and are_losses_near(reference, other)):
             return True
         self._measure_rounding()
         self._difference = compare(reference, other, self._repeats)
-        return self._decide(
+        return self._agree_on(
             self._difference is None and are_losses_near(reference, other, self._repeats)
         )
 
@@ -289,70 +290,73 @@ class LossFinder:
         """Return whether the losses of two computations are equal up to rounding."""
         relative = _relate_losses(reference, other)
         self._difference = _difference_of_losses(reference, other, NEAR_LOSS)
-        if self._decide(relative > GROSS):
+        if self._agree_on(relative > GROSS):
             return False
-        if self._decide(relative <= NEAR_LOSS):
+        if self._agree_on(relative <= NEAR_LOSS):
             return True
         # the dtype's precision doesn't show its effect: a sum of many rounded terms is more precise
         self._measure_rounding()
         noise = max(_relate_losses(reference, repeat) for repeat in self._repeats)
         allowed = max(NEAR_LOSS, SAFETY * noise)
         self._difference = _difference_of_losses(reference, other, allowed)
-        return self._decide(relative <= allowed)
+        return self._agree_on(relative <= allowed)
 
     def _measure_rounding(self) -> None:
-        """Repeat the reference with rounding errors, to see how much these change its gradients."""
-        # The results show the effect of rounding. They are kept for later comparisons, so only the
-        # first call computes them.
+        """Repeat the reference with rounding errors, to see how much they change its gradients.
+
+        Only the first call computes the repeats, which are kept for later comparisons.
+        """
         if not self._repeats:
-            computation = self._computations.at_once(self._few)
+            computation = self._computations.at_once(self._few_rows)
             self._repeats = [
                 self._sketcher.sketch(computation, number + 1) for number in range(REPEATS)
             ]
 
     def _refuse(self, loss: TrainerLoss) -> None:
-        """Raise RequestError if an audit confirms that training by shares changes the gradient."""
-        # A difference that comes from random numbers alone is accepted.
+        """Raise RequestError if an audit confirms that training by shares changes the gradient.
+
+        A difference that comes from random numbers alone is accepted.
+        """
         found = self._audit_shares(loss)
         if found is None:
             return
         remedies = {name: each.remedy for name, each in CAUSES.items()} | REMEDIES
         difference, cause = found
-        raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
+        raise RequestError(describe(difference, cause, self._few_rows.sizes), remedies[cause])
 
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
         """Compare the gradient of all rows at once with the gradient by unequal shares.
 
-        Returns the difference and its cause, or None if they agree.
+        Returns the difference and its cause, or None if they agree. If the gradients agree, the
+        losses are compared too.
         """
-        # Return the difference and its cause, or None. The difference is between the gradients or,
-        # if these agree, between the losses.
-        computations = self._computations.make(self._few, loss)
+        computations = self._computations.make(self._few_rows, loss)
         if self._in_step:  # an audit computes more passes on a rank that finds a difference
-            found_loss = compare_losses(self._computations.sketcher(), computations)
+            found_loss = compare_losses(self._computations.make_sketcher(), computations)
             if found_loss is None and self._difference is not None:
                 return self._difference, "rows"
             return found_loss
-        found = audit(self._computations.sketcher(), computations, add_noise=True)
+        found = audit(self._computations.make_sketcher(), computations, add_noise=True)
         if found.difference is not None:
             return found.difference, found.cause
         if found.fault or found.explained:
             return None
-        return compare_losses(self._computations.sketcher(), computations)
+        return compare_losses(self._computations.make_sketcher(), computations)
 
 
 def _relate_losses(one: Sketch, other: Sketch) -> float:
     """Return the difference of two losses, relative to the larger one; inf if one isn't finite."""
     size = max(abs(one.loss), abs(other.loss))
     if not math.isfinite(size):
-        # one of them isn't finite
         return math.inf
     return abs(one.loss - other.loss) / size if size else 0.0
 
 
 def _difference_of_losses(one: Sketch, other: Sketch, allowed: float) -> GradientDifference:
-    """Return a GradientDifference that describes how two losses differ."""
-    # `allowed` is the relative difference that rounding may cause.
+    """Return a GradientDifference that describes how two losses differ.
+
+    `allowed` is the relative difference that rounding may cause.
+    """
     return GradientDifference(
         name=LOSS,
         relative=_relate_losses(one, other),
@@ -364,7 +368,7 @@ def _difference_of_losses(one: Sketch, other: Sketch, allowed: float) -> Gradien
 
 
 def _double(sketch: Sketch) -> Sketch:
-    """Return a copy of a gradient sketch, with gradients and loss doubled."""
+    """Return a copy of a gradient sketch whose gradients and loss are doubled."""
     sums = {name: tuple(2.0 * each for each in line) for name, line in sketch.sums.items()}
     return Sketch(sums, sketch.kinds, 2.0 * sketch.loss)
 
@@ -373,7 +377,7 @@ def _double(sketch: Sketch) -> Sketch:
 
 
 class _Finding(msgspec.Struct):
-    """One rank's result: its loss, or the message and remedy of an error."""
+    """One rank's result: what its loss is a mean over, or the message and remedy of an error."""
 
     found: TrainerLoss | None = None
     message: str = ""
@@ -381,18 +385,16 @@ class _Finding(msgspec.Struct):
 
 
 def _find_on_first_rank(
-    find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
+    find: Callable[[], TrainerLoss | None], keeps_launcher: bool, is_sharded_model: bool
 ) -> TrainerLoss | None:
-    """Return on every rank what the first rank has found, or None if no rank found a loss.
+    """Return on every rank what the first rank has found; ranks that found nothing are skipped.
 
-    An error on any rank is raised on every rank. Every rank has to call this.
+    The result is None if no rank has found what the loss is a mean over. A RequestError on any rank
+    is raised on every rank. Every rank has to call this.
     """
-    # It is the lowest rank that finds a loss. A RequestError on any rank is raised on every rank.
-    # In a sharded model (`in_shards`), running out of memory raises DeviceError on this rank.
-    # Another error means that memory ran out, or that the program has an error, which its first
-    # step will raise again. It is only a warning. With `keeps_launcher`, an error of the program is
-    # raised as a RequestError instead.
-    own = _find_or_return_error(find, keeps_launcher, in_shards)
+    # Another error means that memory ran out, or that the script has an error, which its first step
+    # will raise again.
+    own = _find_or_return_error(find, keeps_launcher, is_sharded_model)
     every = [own]
     if dist.is_available() and dist.is_initialized():
         every = gather_messages(own, _Finding)
@@ -403,16 +405,20 @@ def _find_on_first_rank(
 
 
 def _find_or_return_error(
-    find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
+    find: Callable[[], TrainerLoss | None], keeps_launcher: bool, is_sharded_model: bool
 ) -> _Finding:
-    """Return this rank's result; an exception becomes a result with its message."""
+    """Return this rank's result, or a RequestError's message as a result.
+
+    Other errors lead to a warning. With `keeps_launcher`, their message is returned instead, unless
+    memory ran out. For a sharded model, running out of memory raises DeviceError.
+    """
     try:
         return _Finding(find())
     except RequestError as error:
         return _Finding(message=error.message, remedy=error.remedy)
     except Exception as error:
         ran_out = is_out_of_memory(error)
-        if in_shards and ran_out:
+        if is_sharded_model and ran_out:
             raise DeviceError(NO_MEMORY, MORE_MEMORY) from error
         why = "memory ran out" if ran_out else describe_error(error)
         if keeps_launcher and not ran_out:
@@ -424,38 +430,36 @@ def _find_or_return_error(
 # ------------------------------------------------------------------ labels that are ignored
 
 
-def _mask_some_labels(few: FewRows) -> FewRows:
-    """Mark most labels of some rows as ignored, if rows have about equally many labels.
+def _mask_some_labels(few_rows: FewRows) -> FewRows:
+    """Mark most labels of some rows as ignored, if all rows have about equally many labels.
 
-    Otherwise, a mean over rows and a mean over labels would be nearly equal.
+    Otherwise, a mean over rows and a mean over labels would be nearly equal, and couldn't be
+    distinguished.
     """
-    # With about equally many labels in all rows, a mean over rows nearly equals a mean over labels,
-    # and the comparison couldn't tell which of them the loss is. So most labels of some rows are
-    # ignored.
-    counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
-    weight = few.sizes[0] / few.rows
+    counts = [count_labels(part).get("shifted labels", 0.0) for part in few_rows.parts]
+    weight = few_rows.sizes[0] / few_rows.rows
     telling = abs(counts[0] - weight * sum(counts)) > TELLING * weight * sum(counts)
     if not all(counts) or telling:
-        return few
-    masked = min(MASKED, few.sizes[0], few.even_sizes[0])
+        return few_rows
+    masked = min(MASKED, few_rows.sizes[0], few_rows.even_sizes[0])
 
     def mask(parts: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
         return None if parts is None else (_mask_rows(parts[0], masked), *parts[1:])
 
-    cut = mask(few.cut)
-    parts = cut if few.cut is few.parts else mask(few.parts)
+    cut = mask(few_rows.cut)
+    parts = cut if few_rows.cut is few_rows.parts else mask(few_rows.parts)
     return msgspec.structs.replace(
-        few,
-        whole=_mask_rows(few.whole, masked),
+        few_rows,
+        whole=_mask_rows(few_rows.whole, masked),
         parts=parts,
         cut=cut,
-        even=mask(few.even),
-        even_cut=mask(few.even_cut),
+        even=mask(few_rows.even),
+        even_cut=mask(few_rows.even_cut),
     )
 
 
 def _mask_rows(batch: Any, count: int) -> Any:
-    """Return a copy of the batch in which the first `count` rows keep a quarter of their labels."""
+    """Return a copy of the batch whose first `count` rows keep only a quarter of their labels."""
     same = copy.copy(batch)
     labels: torch.Tensor = same["labels"].clone()
     for row in range(count):

@@ -17,7 +17,7 @@ from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
 
 class PassWeights(NamedTuple):
-    """Weights of all passes of an optimizer step, and the step's number of items."""
+    """Weights of all passes in an optimizer step, and the step's number of items."""
 
     weights: list[float]  # weight of each pass in the mean over its global batch
     items: Any  # num_items_in_batch of all ranks, or None
@@ -35,9 +35,9 @@ def weigh_passes(
 ) -> PassWeights:
     """Return each pass's weight in the loss of its global batch, with the number of items.
 
-    `sizes` has the row counts of this rank's passes for each global batch, and `totals` the rows of
-    each global batch. `items` is this rank's `num_items_in_batch`, or None. Ranks exchange their
-    counts by a collective. Every rank has to call this.
+    `sizes` has, for each global batch, the row counts of this rank's passes, and `totals` the rows
+    of the global batch. `items` is this rank's `num_items_in_batch`, or None. Ranks exchange their
+    counts by a collective, so every rank has to call this.
     """
     by_labels = loss.mean_over not in (ITEMS, ROWS)
     weights = _weigh_by_rows(sizes, totals)
@@ -62,14 +62,12 @@ def weigh_passes(
 
 def _weigh_by_rows(sizes: list[tuple[int, ...]], totals: list[int]) -> list[float]:
     """Return each pass's rows as a fraction of the rows of its global batch."""
-    # A weight is the pass's weight in the mean over the rows of its global batch.
     pairs = zip(sizes, totals, strict=True)
     return [weight for step, total in pairs for weight in weigh_rows(step, total)]
 
 
 def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[float]:
     """Return each pass's labels as a fraction of the labels of its global batch."""
-    # A weight is the pass's weight in the mean over the labels of its global batch.
     pairs = zip(counts, totals, strict=True)
     return [count / (total or 1.0) for step, total in pairs for count in step]
 
@@ -77,8 +75,7 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """Count the labels of each pass, as a list for each global batch."""
-    # These are the labels over which the loss of a pass is averaged.
+    """Count the labels over which each pass's loss is averaged, as a list for each global batch."""
     counts = []
     first = 0
     for step in sizes:
@@ -92,7 +89,7 @@ def _count_labels(
 def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
     """Return the loss multiplied by `factor`; with a factor of 0, NaN and inf become 0.
 
-    All parameters still get a gradient, which is then 0.
+    Even then, all parameters get a gradient, which is 0.
     """
     if factor == 0.0 and not torch.isfinite(loss):
         return sum(
@@ -104,7 +101,7 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
 def count_tokens(trainer: Any, inputs: Any) -> int:
     """Count a batch's input tokens; padding is left out if the Trainer's settings say so.
 
-    It is 0 if the inputs have no tokens.
+    The result is 0 if the inputs have no tokens.
     """
     name = getattr(trainer.model, "main_input_name", "input_ids")
     if name not in inputs:
@@ -115,7 +112,7 @@ def count_tokens(trainer: Any, inputs: Any) -> int:
 
 
 class TrainerPasses:
-    """Runs a batch's gradient-accumulation passes; a pass that runs out of memory is divided."""
+    """Runs a batch's gradient-accumulation passes, and divides a pass that runs out of memory."""
 
     def __init__(self, trainer: Any, planned: PlannedTraining, gathering: Gathering) -> None:
         self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
@@ -133,10 +130,10 @@ class TrainerPasses:
         loss: Callable[[], TrainerLoss],
         train: Callable[[Part, bool], Any],
     ) -> torch.Tensor:
-        """Compute the passes of one batch, forward and backward, and return their summed loss.
+        """Run forward and backward for all passes of a batch, and return the sum of their losses.
 
         `parts` are the passes. `train` computes one of them; its second argument is True for the
-        last. `loss` returns what the loss is a mean over.
+        last one. `loss` returns what the loss is a mean over.
         """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.exchange_gradients(model)
@@ -146,11 +143,11 @@ class TrainerPasses:
         self._gathering.begin_batch()
         for part in self._passes.take(parts, [self], self._exchanges):
             turn = part.turn
-            attributes, gathered = self._keep(), self._gathering.save()
+            attributes, gathered = self._save_attributes(), self._gathering.save()
             with part:
                 try:
                     whole = parts[turn.number]
-                    share = loss().part_of(whole.batch, whole.rows, part.batch, part.rows)
+                    share = loss().weigh_piece(whole.batch, whole.rows, part.batch, part.rows)
                     part.weight = planned[turn.number] * share
                     with self._gathering.computing(part.rows, is_last_piece=turn.ends):
                         total = total + train(part, turn.last)
@@ -168,9 +165,9 @@ class TrainerPasses:
         """Context manager in which gradients accumulate without being exchanged between ranks."""
         return self._trainer.accelerator.no_sync(self._model)
 
-    def note(self, loss: Any) -> None:
-        """Notice when the loss's backward pass begins, since a retry is impossible after that."""
-        # such a backward pass can't be retried in pieces, because its gradients can't be undone
+    def watch_backward(self, loss: Any) -> None:
+        """Record when the loss's backward pass begins, as a pass can't be retried after that."""
+        # its gradients can't be undone
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())
 
@@ -180,7 +177,7 @@ class TrainerPasses:
         self._backward(loss, **options)
         self._passes.close()
 
-    def _keep(self) -> Callable[[], None]:
-        """Return a function that restores the Trainer's attributes before a pass is retried."""
+    def _save_attributes(self) -> Callable[[], None]:
+        """Return a function that restores the Trainer's attributes, to call before a retry."""
         trainer = self._trainer
         return keep_attributes(trainer, excluded=(trainer.train_dataset, trainer.eval_dataset))

@@ -12,12 +12,14 @@ from ..live.step_clock import ClockedReports
 
 
 def report(trainer: Trainer) -> None:
-    """Report a trainer's speed to evener's monitor and to its trackers.
+    """Report a trainer's speed to evener's monitor and to the trainer's trackers.
 
-    Call it once, before `train`. The trackers, as listed in `report_to`, get samples/s and step
-    times; they aren't printed to the console. Without a plan, they are samples/s, the step time and
-    the wait for data; with a plan or `evener run`, compute and waiting time, shares and samples/s.
-    The monitor then gets the steps even without this call.
+    Call it once, before `train`. The trackers, as listed in `report_to`, get these metrics, which
+    aren't printed to the console:
+
+    - without a plan: samples/s, the step time, and the wait for data.
+    - with a plan or `evener run`: samples/s, shares, compute time and waiting time. The monitor
+      then gets the steps even without this call.
     """
     callbacks = trainer.callback_handler.callbacks
     console = next(
@@ -42,7 +44,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._clock: ClockedReports | None = None  # set if nothing else reports the steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start reporting, unless the Trainer has a plan and reports itself."""
+        """Start reporting, unless the Trainer has a plan and reports its steps itself."""
         if not hasattr(self._trainer, "_planned"):
             name = type(self._trainer.model).__name__
             self._clock = ClockedReports("torch", name, args.process_index, args.world_size)
@@ -53,20 +55,19 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the rows and the duration of a finished optimizer step."""
+        """Report the row count and the duration of a finished optimizer step."""
         if self._clock is not None:
             rows = args.train_batch_size * args.gradient_accumulation_steps
             index = args.device.index
             self._clock.end(rows, () if index is None else (index,))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Keep an evaluation's duration out of the next step's time."""
-        # Otherwise, the evaluation's time would count as a slow step.
+        """Stop timing until the next step, so that an evaluation doesn't count as a part of it."""
         if self._clock is not None:
             self._clock.interrupt()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Add evener's metrics to log entries with a loss; only the first process does."""
+        """In the first process, add evener's metrics to log entries that contain a loss."""
         if state.is_world_process_zero and logs is not None and "loss" in logs:
             logs.update(metrics())
 
@@ -78,8 +79,6 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 class _SpeedMetricsFilter(TrainerCallback):  # type: ignore[misc]
     """Removes evener's metrics from log entries before they are printed."""
-
-    # Another callback then prints the entry without them.
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Remove evener's metrics from a log entry before it is printed."""

@@ -1,4 +1,4 @@
-"""Rows for a Trainer with a plan: checks of the Trainer's settings, samplers and row order."""
+"""Rows for a Trainer with a plan: checks of its settings, samplers, and the order of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 
 def check_trainer_class(trainer_class: Any) -> None:
-    """Raise RequestError unless Trainers of this class can train with a plan."""
+    """Raise RequestError if Trainers of this class can't train with a plan."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise RequestError(
             f"{trainer_class!r} isn't a Trainer class.",
@@ -97,7 +97,7 @@ def check_setup(trainer: Any) -> None:
 
 
 def check_rebalance(trainer: Any, share: Share) -> None:
-    """Raise RequestError if shares of this Trainer can't be changed during training."""
+    """Raise RequestError if this Trainer's shares can't be changed during training."""
     has_own_work(trainer.model, rebalances=True)
     if trainer.is_fsdp_enabled:
         raise RequestError(
@@ -111,7 +111,7 @@ def check_rebalance(trainer: Any, share: Share) -> None:
 def needs_equal_passes(trainer: Any) -> bool:
     """Return whether all ranks have to compute the same number of gradient-accumulation passes.
 
-    They do for sharded models, and for TRL's trainers, which communicate in every pass.
+    This is the case for sharded models, and for TRL's trainers, which communicate in every pass.
     """
     if trainer.is_fsdp_enabled or is_sharded(trainer.model):
         return True
@@ -121,7 +121,7 @@ def needs_equal_passes(trainer: Any) -> bool:
 def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
     """Raise RequestError if the checkpoint was written with another batch size or data set.
 
-    `rows` are the rows of the data set now, `step_rows` those of an optimizer step, and
+    `rows` is the row count of the present data set, `step_rows` that of an optimizer step, and
     `epoch_steps` is the number of optimizer steps in an epoch.
     """
     try:
@@ -160,9 +160,9 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
 
 
 class PassSampler(StepSampler):
-    """Sampler that yields row indices for each gradient-accumulation pass of each step.
+    """Sampler that yields the row indices of each gradient-accumulation pass, step by step.
 
-    A pass without rows has one filler row, which doesn't count.
+    A pass without rows gets one filler row, which doesn't count.
     """
 
     def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:
@@ -170,7 +170,7 @@ class PassSampler(StepSampler):
         self.passes = passes
 
     def steps(self) -> Iterator[Any]:
-        """Yield for each step a list of passes, each a tuple of row indices."""
+        """Yield a list of passes for each step; a pass is a tuple of row indices."""
         if isinstance(self.sampler, LengthSampler):
             return ([tuple(rows.tolist()) for rows in step] for step in self.sampler.steps())
         return (self._cut(step, rows) for step, rows in enumerate(self.sampler))
@@ -193,7 +193,7 @@ class PassSampler(StepSampler):
 
 
 class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Data set indexed by a tuple of row indices; an item is a pass's collated rows."""
+    """Data set that is indexed by tuples of row indices; an item is a pass's collated rows."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -234,7 +234,7 @@ def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
     """Return the data set, collate function and row sampler of the trainer's data loader.
 
-    Raises RequestError unless it is a DataLoader with PyTorch's own BatchSampler.
+    Raises RequestError unless the loader is a DataLoader with PyTorch's own BatchSampler.
     """
     loader = make_undivided(trainer, make_loader)
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
@@ -253,7 +253,8 @@ def make_sampler(
 ) -> UnevenBatchSampler:
     """Return the sampler that gives each rank its share of the trainer's rows.
 
-    Every rank has to call this, because ranks without a data seed exchange one.
+    `order` is the trainer's own sampler, whose order of rows is kept. Every rank has to call this,
+    because ranks without a data seed exchange one.
     """
     rows, shares = count_rows(dataset), planned.ranks
     if isinstance(order, LengthGroupedSampler):
@@ -270,12 +271,10 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """Return the order in which a single process would draw the rows.
+    """Return the order in which a single process without a plan would draw the rows.
 
     The result is None for the data set's own order. Every rank has to call this.
     """
-    # Return None if it is the data set's own order. Without a plan, one process would draw all
-    # rows.
     if type(sampler) is SequentialSampler:
         return None
     seed = trainer.args.data_seed

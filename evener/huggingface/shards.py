@@ -1,4 +1,4 @@
-"""Trainer for plans in which each device holds only a part of the model."""
+"""Trainer for plans in which each device holds only a part of the model's weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARGUMENTS = "training_args.bin"
 
 
 class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """Trainer mixin that shards the model unevenly over ranks, and saves it as a whole."""
+    """Trainer mixin that shards the model unevenly over ranks, and saves it as one checkpoint."""
 
     args: Any
     accelerator: Any
@@ -38,29 +38,28 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def begin_plan(self) -> None:
         """Shard the model, and keep accelerate from moving or wrapping it.
 
-        Raises RequestError if the Trainer's settings conflict with shards.
+        Raises RequestError if the Trainer's settings conflict with a sharded model.
         """
         check_shards(self)
         super().begin_plan()
         casts = find_autocast(self.accelerator)
         shard(self._planned, self.model, "all", None, None, None, casts)
-        _note_device(self.model, self.args.device)
+        _set_device_map(self.model, self.args.device)
         hook_forward(self.model, None, lambda *_: None)  # the trainer weighs losses itself
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = lambda model, *_, **__: prepare(
             model, device_placement=False, evaluation_mode=True
         )
-        keep_no_casts(self.accelerator)
+        disable_cast_cache(self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as one checkpoint that other programs can load.
 
-        Every rank has to call this.
+        Every rank has to call this. Shards are gathered a few layers at a time.
         """
-        # The shards are gathered a few layers at a time.
         folder = self.args.output_dir if output_dir is None else output_dir
         whole = _internal_call and not self.args.save_only_model
-        checkpoint.save(folder, self.model, _own_optimizer(self) if whole else None)
+        checkpoint.save(folder, self.model, _unwrap_optimizer(self) if whole else None)
         if self.args.should_save:
             if not hasattr(self.model, "peft_config"):  # PEFT's files are already written
                 self.model.config.save_pretrained(folder)
@@ -81,7 +80,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def _load_optimizer_and_scheduler(self, folder: str | os.PathLike[str] | None) -> None:
         if folder is not None:
-            checkpoint.load(folder, self.model, _own_optimizer(self))
+            checkpoint.load(folder, self.model, _unwrap_optimizer(self))
             self.lr_scheduler.load_state_dict(
                 torch.load(Path(folder) / SCHEDULER, weights_only=True)
             )
@@ -91,14 +90,14 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
 
 def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
-    """Load optimizer and scheduler if the checkpoint was saved from a sharded model.
+    """Load optimizer and scheduler from a checkpoint that was saved from a sharded model.
 
-    Other checkpoints are left to the trainer itself. If `folder` is None, nothing is loaded.
+    Nothing is done for other checkpoints, which the trainer loads itself, and if `folder` is None.
     """
     if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
         return
     # transformers can't read this state, and would continue with a new optimizer
-    checkpoint.load_whole(folder, trainer.model, _own_optimizer(trainer))
+    checkpoint.load_whole(folder, trainer.model, _unwrap_optimizer(trainer))
     path = Path(folder) / SCHEDULER
     trainer.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
 
@@ -107,27 +106,26 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_autocast(accelerator: Any) -> torch.dtype | None:
-    """Return the dtype of the accelerator's autocast, or None."""
+    """Return the dtype in which accelerate runs autocast, or None without autocast."""
     return HALVES.get(str(accelerator.mixed_precision)) if accelerator.native_amp else None
 
 
-def keep_no_casts(accelerator: Any) -> None:
+def disable_cast_cache(accelerator: Any) -> None:
     """Turn off autocast's weight cache, which would hold the unsharded model in memory."""
     # Only the weights of a few layers are gathered at a time. The cache would keep copies of the
     # weights of all layers until the end of the forward pass.
     accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
 
-def _note_device(model: Any, device: torch.device) -> None:
+def _set_device_map(model: Any, device: torch.device) -> None:
     """Make accelerate assume that the whole model is on this device."""
-    # accelerate reads `hf_device_map`.
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "hf_device_map", None):
         base.hf_device_map = {"": device}
 
 
-def _own_optimizer(trainer: Any) -> Any:
-    """Return the optimizer inside accelerate's wrapper."""
+def _unwrap_optimizer(trainer: Any) -> Any:
+    """Return the trainer's optimizer without accelerate's wrapper."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 

@@ -1,7 +1,7 @@
-"""Saves a checkpoint when any rank of a Trainer gets SIGTERM.
+"""Saves a checkpoint if any rank of a Trainer gets SIGTERM.
 
-All ranks save it at the same step. transformers' own callback saves three seconds after the signal,
-by each rank's clock, so ranks in different steps would wait for each other forever.
+All ranks save it at the same step. transformers' own callback saves it three seconds after the
+signal, by each rank's clock. Ranks in different steps would then wait for each other forever.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ..torch.ranks.stop_signal import StopSignal
 
 
 def stop_on_signal(trainer: Trainer, world: int) -> None:
-    """Let the Trainer's `enable_jit_checkpoint` work with several ranks.
+    """Make the Trainer's option `enable_jit_checkpoint` work with several ranks.
 
-    This replaces the Trainer's own SIGTERM callback.
+    This replaces the Trainer's own SIGTERM callback. `world` is the number of ranks.
     """
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return
@@ -38,13 +38,14 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers has 
         self._stop_signal = StopSignal(self._world)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save a checkpoint and stop training if any rank has received SIGTERM."""
-        # All ranks do so at the same step. Every rank calls this after each step, to exchange
-        # whether a rank got the signal.
+        """Save a checkpoint and stop training if any rank has received SIGTERM.
+
+        Every rank calls this after each step, so all stop at the same step.
+        """
         if self._stop_signal is not None and self._stop_signal.is_agreed():
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the SIGTERM handler that was installed before the training."""
+        """Restore the SIGTERM handler from before the training."""
         if self._stop_signal is not None:
             self._stop_signal.close()

@@ -79,17 +79,17 @@ def with_plan(
 
     - `plan`: a Plan or its file; None takes the plan of `evener launch`.
     - `ratios`: relative shares of the processes, instead of a plan.
-    - `global_batch`: rows of all processes in one batch. The default is the plan's, or with
-      `ratios`, `per_device_train_batch_size` times the number of processes.
+    - `global_batch`: rows of all processes in one batch. The default is the plan's global batch or,
+      with `ratios`, `per_device_train_batch_size` times the number of processes.
     - `strict`: raise an error instead of a warning if the plan was measured on other devices.
     - `journal`: record the training run for `evener runs`.
     - `rebalance`: change shares during training if step times differ.
     - `noise`: measure the gradient noise scale.
-    - `check`: find out from a few rows whether the loss is a mean over rows or labels, and
-      compare gradients during training. If False, trust transformers' settings.
+    - `check`: find out from a few rows whether the loss is a mean over rows or labels, and compare
+      gradients during training. If False, trust transformers' settings.
 
-    Raises RequestError or PlanError, when the trainer is created or before its first step, if it
-    can't train with the plan.
+    Raises RequestError or PlanError if the trainer can't train with the plan, either when it is
+    created or before its first step.
     """
     check_trainer_class(trainer_class)
     if plan is not None and ratios is not None:
@@ -126,9 +126,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.begin_plan()
 
     def begin_plan(self) -> None:
-        """Check the Trainer's settings and prepare training with the plan.
+        """Check the Trainer's settings, and prepare training with the plan.
 
-        Raises RequestError if they conflict with a plan.
+        Raises RequestError if the settings conflict with a plan.
         """
         # called by the constructor or, if the program has already created the trainer, by `evener
         # run`
@@ -204,9 +204,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return self._batches
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """Return a data loader; for evaluation, one that gives ranks whole batches in turn."""
-        # The ranks take batches in turn.
-        # with `is_training`, it is the class's own loader
+        """Return a data loader; for evaluation, it gives whole batches to the ranks in turn."""
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)
 
@@ -219,12 +217,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Fetch this rank's passes of the next optimizer step; return them and the item count.
+        """Fetch the next optimizer step's passes of this rank, and return them with the item count.
 
-        The item count is `num_items_in_batch` of all ranks.
+        The passes are listed by global batch. The item count is `num_items_in_batch` of all ranks,
+        or None if the trainer doesn't count items.
         """
-        # The passes are listed by global batch. The number counts the items of all ranks; None if
-        # the trainer doesn't count items.
         self._planned.end()
         passes = list(islice(epoch_iterator, num_batches))  # a list for each global batch
         sampler, accumulated = self._sampler, int(self.args.gradient_accumulation_steps)
@@ -243,7 +240,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return passes, items
 
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
-        """Count this rank's items on the CPU; return None if the trainer counts none."""
+        """Count this rank's items on the CPU; return None if the trainer doesn't count items."""
         calls = self._gathering.calls  # transformers 4 gathers here even if one process counts
         # a copy to a GPU would make the host wait for the optimizer's step; `weigh_passes` moves it
         items = super()._get_num_items_in_batch(batches, torch.device("cpu"))
@@ -263,10 +260,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _weigh_and_count(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Set the weights of a step's passes, and return the number of items on all ranks."""
-        # The number is None if the trainer doesn't count items. The weight of a pass is its weight
-        # in the global batch. `sizes` and `totals` as in `weigh_passes`; the items of all ranks are
-        # counted.
+        """Set the weights of a step's passes, and return the number of items on all ranks.
+
+        The number is None if the trainer doesn't count items. `sizes` and `totals` are as in
+        `weigh_passes`.
+        """
         rows = [own for step in sizes for own in step]
         with self._gathering.local():
             counted = [each for each, own in zip(passes, rows, strict=True) if own]
@@ -287,33 +285,42 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._to_come = deque(zip(rows, weights, strict=True))
         return items
 
-    def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
-        """Return what the loss is a mean over, measured or, if checks are off, assumed."""
-        # `in_parts` is 0, except if a single process is about to use smaller passes for the first
-        # time. Then it is the number of rows to check.
+    def _find_loss(self, accepts_ignored: bool, checked_rows: int = 0) -> TrainerLoss:
+        """Return what the loss is a mean over: measured or, if checks are off, assumed.
+
+        `checked_rows` is the number of rows to check if a single process is about to use smaller
+        passes for the first time, and otherwise 0.
+        """
         world = self._shares.world
-        if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
+        if not self._given.check or (world * sum(self._shares.passes) == 1 and not checked_rows):
             # the user turned the check off, or one process computes each batch in one pass
             return assume_loss(self, world)
-        most = in_parts or ROWS_COMPUTED
+        max_rows = checked_rows or ROWS_COMPUTED
         # a device of a sharded model has no more memory than its passes need
         if self._shares.is_sharded:
             smallest = min(micro for micro in self._shares.micros if micro)
-            most = min(most, max(2, smallest))
-        fetch = partial(self._fetch_few, most, chooses=not in_parts)
+            max_rows = min(max_rows, max(2, smallest))
+        fetch = partial(self._fetch_few, max_rows, is_diverse=not checked_rows)
         return find_loss(
-            self, self._audit.computations, fetch, self._gathering, ignores, in_parts=in_parts > 0
+            self,
+            self._audit.computations,
+            fetch,
+            self._gathering,
+            accepts_ignored,
+            in_parts=checked_rows > 0,
         )
 
     def check_loss(self) -> None:
-        """Raise RequestError if the plan's shares would change the Trainer's loss."""
-        # Only the loss is checked. Call this when the trainer's loader exists. Training with the
-        # plan changes what is learned if the loss isn't a mean over rows, labels or items, or if
-        # the program's own launcher averages means over different numbers of labels.
-        few = self._fetch_few()
-        self._loss = self._find_loss(few is not None and has_ignored(few.whole))
+        """Raise RequestError if the plan's shares would change the Trainer's loss.
+
+        Call this after the training loader was made.
+        """
+        # Training with the plan changes what is learned if the loss isn't a mean over rows, labels
+        # or items, or if the script's own launcher averages means over different numbers of labels.
+        few_rows = self._fetch_few()
+        self._loss = self._find_loss(few_rows is not None and has_ignored(few_rows.whole))
         by_labels = self._loss.mean_over not in (ITEMS, ROWS)
-        if by_labels and self.keeps_launcher and few and has_uneven_labels(few.whole):
+        if by_labels and self.keeps_launcher and few_rows and has_uneven_labels(few_rows.whole):
             raise RequestError(
                 "its loss is a mean over a rank's own labels, of which rows have different "
                 "numbers: its own launcher averages the means of ranks, and by shares it would be "
@@ -324,18 +331,19 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _check_parts(self, part: Any, rows: int) -> None:
         """Check that the loss stays the same if a pass that ran out of memory is divided.
 
-        `rows` is how many of the pass's rows are checked.
+        `part` is the pass, and at most `rows` of its rows are checked. Only a single process needs
+        this.
         """
-        # Only a single process needs this check.
-        # `part` is the pass that ran out of memory; up to `rows` of its rows are checked
         if self._shares.world * sum(self._shares.passes) == 1:
-            self._loss = self._find_loss(has_ignored(part.batch), in_parts=rows)
+            self._loss = self._find_loss(has_ignored(part.batch), checked_rows=rows)
 
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Train on this rank's rows of one global batch, in passes, and return the loss."""
-        # weighted so that the mean over ranks is the loss of a single process
+        """Train on this rank's rows of one global batch, in passes, and return the loss.
+
+        The loss is weighted so that the mean over ranks is the loss of a single process.
+        """
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         for part in parts:
             self._planned.weights.note_lengths(part.batch)
@@ -357,7 +365,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log metrics; if a pass logs them, hold them back until its batch is finished."""
+        """Log metrics; those that a pass logs are held back until its batch is finished."""
         if self._factor is None:
             super().log(*logged, **options)
         else:
@@ -370,12 +378,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """Factor by which the loss is kept too large, as by the script's own launcher.
+        """Factor by which the loss is deliberately left too large.
 
-        It is 1 unless evener has to train as that launcher does (`keeps_launcher`).
+        With `keeps_launcher`, evener trains as the script's own launcher does, whose loss may be a
+        multiple of the mean. Otherwise, the factor is 1.
         """
-        # The program's own launcher leaves the loss too large. Without `keeps_launcher`, the
-        # weights of the passes correct the loss.
+        # Without `keeps_launcher`, the weights of the passes correct the loss.
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
 
     def _train_part(self, model: Any, items: Any, part: Part, is_last: bool) -> torch.Tensor:
@@ -401,11 +409,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             loss = loss * self.excess
         else:
             loss = weigh_loss(loss, self._factor, model)
-            self._passes.note(loss)
+            self._passes.watch_backward(loss)
         return (loss, *others) if isinstance(result, tuple) else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run an evaluation step as if there were one process, and without timing it."""
+        """Run an evaluation step as in a single process, and don't count its time."""
         self._planned.timer.note_validation()
         self._evaluates = True
         try:
@@ -428,8 +436,6 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Log, save and evaluate as the Trainer does; at the end, average the loss over ranks."""
-        # In transformers 4, the unlogged losses are also averaged over the ranks when the training
-        # ends.
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         # transformers 4 has no `_finalize_training`
@@ -484,12 +490,14 @@ def _fetch_few(
     sampler: Any,
     dataset: Any,
     collate: Any,
-    most: int = ROWS_COMPUTED,
-    chooses: bool = True,
+    max_rows: int = ROWS_COMPUTED,
+    is_diverse: bool = True,
 ) -> FewRows | None:
-    """Fetch and collate a few rows for a check of the loss; None if that isn't possible."""
-    # Every rank gets the same rows. With `chooses`, they are chosen from more rows, to differ in
-    # class and length.
-    more = (TIMES - 1) * most if chooses else 0
-    rows = sampler.sample_rows(most, more)
-    return fetch_rows(dataset, collate, rows, min(most, ROWS_COMPUTED))
+    """Fetch and collate a few rows for a check of the loss; None if that isn't possible.
+
+    Every rank gets the same rows. With `is_diverse`, they are chosen from more rows, so that they
+    differ in class and length.
+    """
+    more = (TIMES - 1) * max_rows if is_diverse else 0
+    rows = sampler.sample_rows(max_rows, more)
+    return fetch_rows(dataset, collate, rows, min(max_rows, ROWS_COMPUTED))
