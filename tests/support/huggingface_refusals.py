@@ -285,8 +285,10 @@ def check_without_memory() -> dict[str, str]:
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        assert _find_on_first_rank(find, keeps_launcher=False, in_shards=False) is None
-    in_shards = sentence(lambda: _find_on_first_rank(find, keeps_launcher=False, in_shards=True))
+        assert _find_on_first_rank(find, keeps_launcher=False, is_sharded_model=False) is None
+    in_shards = sentence(
+        lambda: _find_on_first_rank(find, keeps_launcher=False, is_sharded_model=True)
+    )
     return {
         "no memory for a check": str(seen[-1].message),
         "no memory for a check in shards": in_shards,

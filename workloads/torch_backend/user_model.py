@@ -253,7 +253,7 @@ def _enable_checkpointing(trainer: Any) -> None:
 
 def _from_trainer(trainer: Any) -> Recipe:
     from evener.huggingface.rows import find_lengths, needs_equal_passes, training_rows
-    from evener.huggingface.shards import find_autocast, keep_no_casts
+    from evener.huggingface.shards import find_autocast, disable_cast_cache
 
     _enable_checkpointing(trainer)
     optimizer = trainer.create_optimizer()
@@ -269,7 +269,7 @@ def _from_trainer(trainer: Any) -> Recipe:
         """Let accelerate wrap the model, as the Trainer does."""
         # Accelerate's autocast wraps the forward pass and converts the outputs to float32.
         if in_shards:
-            keep_no_casts(trainer.accelerator)
+            disable_cast_cache(trainer.accelerator)
         trainer.accelerator.prepare_model(
             trainer.model, device_placement=False, evaluation_mode=True
         )
