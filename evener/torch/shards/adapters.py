@@ -1,4 +1,4 @@
-"""Saves the adapters of a PEFT model that is sharded over several ranks."""
+"""Save the adapters of a PEFT model that is sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .whole_model import WholeModel
 
 
 def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:
-    """Return the names of the parameters that a checkpoint of a PEFT model has to contain.
+    """Return the names of the parameters that a checkpoint of a PEFT model must contain.
 
-    These are the trained parameters, and the others that PEFT itself saves.
+    These are all trained parameters, and those that PEFT itself saves.
     """
     # PEFT may save more than adapters, such as resized embeddings. A call with a state dict of
     # empty tensors shows what it saves.

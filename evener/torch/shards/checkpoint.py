@@ -55,9 +55,10 @@ AnyModel = Sharded | WholeModel
 
 
 def find_sharded(model: Any) -> Sharded | WholeModel:
-    """Return the Sharded object of a model, or a WholeModel if there is a single rank.
+    """Return the object that manages a sharded model.
 
-    Raises RequestError if several ranks train a model that isn't sharded.
+    For a single rank, which doesn't shard its model, this is a WholeModel. Raises RequestError if
+    several ranks train a model that isn't sharded.
     """
     found = getattr(model, "exchange", None)
     if isinstance(found, Sharded):
@@ -73,7 +74,7 @@ def find_sharded(model: Any) -> Sharded | WholeModel:
 
 
 def model_state(model: Any) -> Tensors:
-    """Gather the state dict of a sharded model on rank 0, with whole tensors on the CPU.
+    """Gather the state dict of a sharded model on rank 0, with unsharded tensors on the CPU.
 
     Every rank has to call this. Ranks other than 0 get an empty dict.
     """
@@ -86,10 +87,11 @@ def model_state(model: Any) -> Tensors:
 
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """Gather the state dict of a sharded model's optimizer on rank 0, with whole tensors.
+    """Gather the state dict of a sharded model's optimizer on rank 0.
 
-    Every rank has to call this. The tensors are on the CPU. Ranks other than 0 get an empty dict.
-    Raises RequestError if the optimizer has no sharded parameters and there are several ranks.
+    Its tensors are unsharded and on the CPU. Every rank has to call this; ranks other than 0 get an
+    empty dict. Raises RequestError if the optimizer has no sharded parameters and there are several
+    ranks.
     """
     sharded = find(optimizer)
     if sharded is None and is_alone():
@@ -113,8 +115,7 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _flats(sharded: AnyModel) -> Iterator[Flat]:
-    """Yield the flat parameter tensors of all units that a checkpoint stores."""
-    # Checkpoints don't have packed weights.
+    """Yield the flat tensors of parameters of all units, except those of packed (4-bit) weights."""
     for unit in [sharded.root, *sharded.units]:
         for flat in unit.flats:
             if not flat.packed:
@@ -126,9 +127,12 @@ def _whole_slots(sharded: AnyModel) -> list[Slot]:
 
 
 def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]:
-    """Yield whole parameters on rank 0, as dicts from name to CPU tensor; empty on other ranks."""
-    # Other ranks yield empty dicts. If `wanted` has names, Flats without these parameters are
-    # skipped. There is one dict for each Flat. The last dicts have the unsharded parameters.
+    """Yield the model's parameters on rank 0, as dicts from name to unsharded CPU tensor.
+
+    On other ranks, the dicts are empty. If `wanted` has names, only the flat tensors that contain
+    these parameters are gathered. Every rank has to iterate over this.
+    """
+    # There is one dict for each flat tensor. The last dicts have the unsharded parameters.
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
             yield _gather_parameters(flat, flat.shard)
@@ -137,8 +141,8 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
 
 def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """On rank 0, yield copies of `tensors` on the CPU, in dicts of about 1 GiB."""
-    # Each dict has at least FILE_BYTES, except the last one.
+    """On rank 0, yield CPU copies of `tensors`, in dicts of about 1 GiB."""
+    # each dict has at least FILE_BYTES, except the last one
     if sharded.place.rank:
         return
     copied, size = Tensors(), 0
@@ -154,11 +158,11 @@ def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Ite
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _gather_parameters(flat: Flat, shard: torch.Tensor) -> Tensors:
-    """Gather a flat tensor from all ranks; on rank 0, return its parameters by name.
+    """Gather a flat tensor from all ranks, and return its parameters by name on rank 0.
 
-    `shard` is this rank's part of it. Other ranks get an empty dict. Every rank has to call this.
+    `shard` is this rank's part of the tensor. Other ranks get an empty dict. Every rank has to call
+    this.
     """
-    # `shard` is this rank's part of the parameters or of an optimizer state
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
     for work in flat.collect(whole, shard):
         work.wait()
@@ -181,9 +185,12 @@ def _buffers(model: Any) -> Tensors:
 
 
 def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
-    """Yield whole optimizer states on rank 0, with keys such as "head.weight/exp_avg"."""
-    # Step counters are left out. There is one dict for each Flat and kind. The last dicts have the
-    # state of unsharded parameters.
+    """Yield the optimizer's unsharded states on rank 0, with keys such as "head.weight/exp_avg".
+
+    Every rank has to iterate over this.
+    """
+    # Step counters are left out. There is one dict for each flat tensor and kind. The last dicts
+    # have the states of unsharded parameters.
     for flat in _flats(sharded):
         yield from _gather_optimizer_states(flat, optimizer)
     whole = Tensors()
@@ -194,7 +201,10 @@ def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
-    """Yield the whole optimizer states of a flat tensor's parameters, one dict for each kind."""
+    """Yield the unsharded optimizer states of a flat tensor's parameters.
+
+    There is one dict for each kind of state, such as "exp_avg".
+    """
     slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
     kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
     for kind in dict.fromkeys(kinds):
@@ -211,13 +221,16 @@ def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of an optimizer's states that are cut into shards, such as "exp_avg"."""
-    # all with an axis, such as "exp_avg"; step counters have none
+    """Return the kinds of optimizer state that are sharded, such as "exp_avg"."""
+    # step counters have no axis
     return [kind for kind, value in state.items() if _is_shard(value)]
 
 
 def _counters(sharded: AnyModel, optimizer: Any) -> dict[str, float]:
-    """Return the optimizer's scalar states, such as step counts, by parameter name and kind."""
+    """Return the optimizer's scalar states, such as step counts.
+
+    Keys are for example "head.weight/step".
+    """
     return {
         f"{slot.names[0]}/{kind}": float(value)
         for slot in sharded.slots
@@ -239,8 +252,10 @@ def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups, such as learning rates, in a form for JSON."""
-    # "params" becomes the number of parameters in the group
+    """Return the optimizer's parameter groups, with options such as learning rates, as JSON values.
+
+    "params" is the number of parameters in the group.
+    """
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
         | {"params": len(group["params"])}
@@ -249,7 +264,10 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups in which indices stand for parameters, as in a state dict."""
+    """Return parameter groups whose "params" are indices, as in an optimizer's state dict.
+
+    The given groups have numbers of parameters instead.
+    """
     numbers = count()
     return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]
 
@@ -262,9 +280,9 @@ def save(
 ) -> None:
     """Write a checkpoint of the model, the optimizer and `extra` to `folder`.
 
-    Every rank has to call this. Rank 0 writes safetensors files with an index that transformers can
-    read; a PEFT model's adapters are also written in PEFT's format. `extra` is any value that JSON
-    can store. An older checkpoint is removed only after the new one is complete. Raises
+    Every rank has to call this. Rank 0 writes safetensors files, with an index that transformers
+    can read. A PEFT model's adapters are also written in PEFT's format. `extra` is any value that
+    JSON can store. An older checkpoint is removed only after the new one is complete. Raises
     RequestError on every rank if writing fails.
     """
     sharded = find_sharded(model)
@@ -293,7 +311,7 @@ def save(
 
 
 class _Writer:
-    """Writes the files of a checkpoint on rank 0; if that fails, removes them again."""
+    """Writes the files of a checkpoint on rank 0, and removes them again if that fails."""
 
     def __init__(self, folder: Path, writes: bool, index: str) -> None:
         self._folder, self._writes, self._token = folder, writes, secrets.token_hex(4)
@@ -303,11 +321,12 @@ class _Writer:
         self.fault = ""
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run `action` on the rank that writes, and save its error for all ranks to raise.
+        """Run `action` on the rank that writes.
 
-        Nothing happens on other ranks, or after an earlier error.
+        If it raises an error, its message is stored in `fault`, so that all ranks can raise an
+        error. Nothing happens on other ranks, or after an earlier error.
         """
-        # errors go to `fault`, because the other ranks wait for this rank
+        # an error isn't raised at once, because the other ranks wait for this rank
         if not self._writes or self.fault:
             return
         try:
@@ -341,8 +360,10 @@ class _Writer:
         self._size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def close(self, rest: dict[str, Any]) -> None:
-        """Write the index, which makes the checkpoint valid, then remove older checkpoints."""
-        # `rest` has the optimizer's groups, names and counters, and the user's `extra`
+        """Write the index, which makes the checkpoint valid; then remove older checkpoints.
+
+        `rest` has the optimizer's groups, names and counters, and the user's `extra`.
+        """
         own = {"schema": 1, "optimizer": self._maps["optimizer"], **rest}
         index = {
             "metadata": {"total_size": self._size, "evener": own},
@@ -371,7 +392,10 @@ Value = TypeVar("Value")
 
 
 def _from_first(own: Value) -> Value:
-    """Send rank 0's value to all ranks and return it; every rank has to call this."""
+    """Return rank 0's value on all ranks.
+
+    Every rank has to call this.
+    """
     if is_alone():
         return own
     with own_collectives():
@@ -379,9 +403,10 @@ def _from_first(own: Value) -> Value:
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """Raise RequestError on every rank if rank 0 has failed; every rank has to call this.
+    """Raise RequestError on every rank if rank 0 has failed.
 
-    `fault` is rank 0's error message, or "" if it hasn't failed. Other ranks' values are ignored.
+    Every rank has to call this. `fault` is rank 0's error message, or "" if it hasn't failed. The
+    values of other ranks are ignored.
     """
     if found := _from_first(fault):
         raise RequestError(found, remedy)
@@ -390,9 +415,9 @@ def _agree(fault: str, remedy: str) -> None:
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
     """Load a checkpoint that `save` wrote into a model, and return the checkpoint's `extra`.
 
-    Every rank has to call this. The number of ranks and their parts may differ from those at
-    saving. Without `optimizer`, its state isn't loaded. Raises RequestError on every rank if the
-    checkpoint doesn't fit the model or can't be read.
+    Every rank has to call this. The number of ranks and the sizes of their parts may have changed
+    since the checkpoint was saved. Without `optimizer`, the optimizer's state isn't loaded. Raises
+    RequestError on every rank if the checkpoint doesn't fit the model or can't be read.
     """
     # rank 0 reads the checkpoint, one unit at a time
     return _load(folder, model, find_sharded(model), optimizer)
@@ -409,7 +434,7 @@ def load_whole(folder: str | os.PathLike[str], model: Any, optimizer: Any) -> An
 def has_optimizer(folder: str | os.PathLike[str], model: Any) -> bool:
     """Return whether the checkpoint in `folder` contains an optimizer's state.
 
-    The result is False without a readable checkpoint.
+    The result is also False if there is no readable checkpoint.
     """
     try:
         index = json.loads((Path(folder) / _index_of(model)).read_bytes())
@@ -445,8 +470,10 @@ def _load(
 def _read_optimizer(
     reader: _Reader, sharded: AnyModel, optimizer: Any, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict from a checkpoint, with this rank's parts of the states."""
-    # `own` has evener's entries in the index
+    """Read an optimizer's state dict, with this rank's parts of the states, from a checkpoint.
+
+    `own` is what evener has written into the checkpoint's index.
+    """
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
 
@@ -469,11 +496,11 @@ def _read_optimizer(
 def _read_states(
     reader: _Reader, flat: Flat, stored: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name of each optimizer state in a checkpoint, and this rank's part of it.
+    """Yield the name of each optimizer state in a checkpoint, and this rank's part of the state.
 
-    `flat` has the parameters, and `stored` the names of all states in the checkpoint.
+    `flat` has the parameters. `stored` has the names of all states in the checkpoint, such as
+    "head.weight/exp_avg".
     """
-    # `stored` has the names of all states in the checkpoint, such as "head.weight/exp_avg"
     parameters = {slot.names[0] for slot in flat.slots}
     names = {name for name in stored if name.rpartition("/")[0] in parameters}
     kinds = dict.fromkeys(name.rpartition("/")[2] for name in stored if name in names)
@@ -489,7 +516,7 @@ def _read_states(
 class _Reader:
     """Reads a checkpoint on rank 0, and sends its tensors to the other ranks.
 
-    Every rank has to call each method.
+    Every rank has to call the public methods.
     """
 
     def __init__(self, folder: Path, reads: bool, index: str) -> None:
@@ -498,7 +525,7 @@ class _Reader:
         self.fault = ""
 
     def open(self, sharded: AnyModel, model: Any, optimizer: Any) -> dict[str, Any]:
-        """Read and check a checkpoint's index, and return what evener has written into it.
+        """Read and check a checkpoint's index, and return what evener has written into the index.
 
         Raises RequestError on every rank if the checkpoint doesn't fit the model or the optimizer.
         """
@@ -532,7 +559,7 @@ class _Reader:
         return own
 
     def _check_optimizer(self, own: dict[str, Any], sharded: AnyModel, optimizer: Any) -> None:
-        """Raise RequestError if the optimizer has other parameters or groups than the saved one."""
+        """Raise RequestError if the optimizer's parameters or groups differ from the saved ones."""
         for name in own["optimizer"]:
             self._slice(name).get_shape()
         missing = set(_names(sharded, optimizer)) ^ set(own["names"])
@@ -554,8 +581,8 @@ class _Reader:
     def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
         """Return this rank's part of a flat tensor of parameters or optimizer states.
 
-        `kind` is "" for parameters, and "/exp_avg", for example, for a state. Elements that the
-        checkpoint doesn't have are 0.
+        `kind` is "" for parameters, and for example "/exp_avg" for an optimizer state. Elements
+        that aren't in the checkpoint are 0.
         """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
         for slot in flat.slots if self._reads else ():
@@ -577,7 +604,7 @@ class _Reader:
         return [flat for flat, has in zip(listed, have, strict=True) if has]
 
     def read_whole(self, names: Iterable[str], device: torch.device) -> Tensors:
-        """Read the named tensors and return them whole, on every rank."""
+        """Read the named tensors on rank 0, and return them unsharded on every rank."""
         found = {name: self._read_tensor(name) for name in names if self._reads}
         listed = {name: each for name, each in found.items() if each is not None}
         kinds = {
@@ -595,7 +622,7 @@ class _Reader:
         return tensors
 
     def read_buffers(self, model: Any) -> None:
-        """Copy the buffers in the checkpoint to the model's own, on every rank."""
+        """Load the model's buffers that are in the checkpoint, on every rank."""
         names = [name for name in _buffers(model) if name in self._maps]
         for name in _from_first(names):
             buffer = model.get_buffer(name)
@@ -608,8 +635,11 @@ class _Reader:
             buffer.copy_(values)
 
     def _read_tensor(self, name: str) -> Any:
-        """Read a tensor of the checkpoint; return None if that fails, and remember the error."""
-        # the error goes to `fault`, because other ranks wait for this rank
+        """Read a tensor of the checkpoint.
+
+        If that fails, return None and store the error message in `fault`.
+        """
+        # an error isn't raised at once, because the other ranks wait for this rank
         try:
             with _safetensors().safe_open(self._folder / self._maps[name], "pt") as opened:
                 return opened.get_tensor(name)

@@ -1,4 +1,4 @@
-"""The parameters of a module as one flat tensor, which is cut into a shard for each rank."""
+"""The parameters of a module in one flat tensor, of which each rank stores a part (shard)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from .slot import Slot, byte_count
 
 
 class Flat:
-    """Parameters of a module in one flat tensor, which is cut into a part (shard) per rank.
+    """Parameters of a module in one flat tensor, of which each rank stores a part (shard).
+
+    A parameter's piece is the part of it that is in this rank's shard.
 
     Arguments:
 
-    - `place`: this rank's place among the ranks.
+    - `place`: this rank, and the size of each rank's part.
     - `slots`: the parameters, all of one dtype, and all trained or all frozen.
     - `held`: ledger of the bytes in use.
     """
@@ -81,32 +83,38 @@ class Flat:
             dist.broadcast(filled, 0)
 
     def range_of(self, slot: Slot) -> tuple[int, int]:
-        """Return where a parameter begins and ends in this rank's shard; (0, 0) outside of it."""
+        """Return where a parameter begins and ends in this rank's shard.
+
+        The result is (0, 0) for a parameter that isn't in the shard.
+        """
         low, high = max(slot.start, self.start), min(slot.start + slot.numel, self.stop)
         return (low - self.start, high - self.start) if low < high else (0, 0)
 
     # ------------------------------------------------------------------ whole parameters
 
     def gather(self) -> list[Any]:
-        """Start to gather the whole parameters from all ranks; return the work handles."""
+        """Start to gather the parameters from all ranks, and return the handles to wait for."""
         self.held.add("gathered", self.gathered.size)
         return self.gathered.gather()
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
-        """Start to gather all ranks' shards into `whole`; return the work handles."""
+        """Start to gather a sharded tensor into `whole`, and return the handles to wait for.
+
+        `shard` is this rank's part of the tensor.
+        """
         parts = Parts(whole, self.cuts, self.rank, self._on_nccl)
         parts.own.copy_(shard)
         return parts.gather()
 
     def free(self) -> None:
-        """Free the memory of the gathered parameters; this rank's shard stays."""
+        """Free the gathered parameters, but not this rank's shard."""
         self.held.add("gathered", -self.gathered.size)
         self.gathered.free()
 
     # ------------------------------------------------------------------ gradients
 
     def send_as_computed(self) -> None:
-        """From now on, send gradients in the dtype of computation, if that takes fewer bytes.
+        """Send gradients in the dtype of computation from now on, if that takes fewer bytes.
 
         Every backward pass must then end with a reduction.
         """
@@ -119,7 +127,7 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer that collects this rank's gradients, which begins with zeros."""
+        """Return the buffer that collects this rank's gradients, which is 0 at first."""
         # the reduction from an earlier use of the unit may still be running
         self.receive()
         if self._grads is None:
@@ -129,7 +137,10 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Move a parameter's `.grad`, multiplied by `weight`, into the flat gradient buffer."""
+        """Move a parameter's `.grad`, multiplied by `weight`, to the flat gradient buffer.
+
+        There it is added to gradients of earlier passes.
+        """
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # 0 times an infinite gradient would be NaN
@@ -141,7 +152,7 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _collect_gradients(self, weight: float) -> torch.Tensor:
-        """Move all parameters' gradients to the buffer, multiply it by `weight`, and return it."""
+        """Move all parameters' gradients to the flat buffer; return it, multiplied by `weight`."""
         # one copy operation for all gradients costs the host less time than one for each
         buffer = self._open()
         taken = [slot for slot in self.slots if slot.whole.grad is not None]
@@ -159,7 +170,7 @@ class Flat:
         return buffer
 
     def count_gradients(self) -> None:
-        """Record in the ledger how many bytes the parameters' gradients take before reduction."""
+        """Record in the ledger how many bytes the gradients take before they are reduced."""
         gradients = [slot.whole.grad for slot in self.slots]
         size = sum([gradient.nbytes for gradient in gradients if gradient is not None])
         self.held.add("gathered", size - self._computed_bytes)
@@ -170,12 +181,12 @@ class Flat:
         self._computed_bytes = 0
 
     def keep(self) -> None:
-        """Keep gradients for a later reduction, and remember their versions.
+        """Keep gradients for a later reduction, and remember their version counters.
 
-        A changed version shows that `zero_grad` was called in between.
+        If a counter has changed by then, `zero_grad` was called in between.
         """
-        # Pieces (this rank's parts of parameters) without a `.grad` get zeros. A zero_grad() before
-        # the reduction is then detected by the change of `.grad`.
+        # a piece without a `.grad` gets zeros, so that a zero_grad() before the reduction is
+        # detected
         taken = [slot for slot in self.slots if slot.fired]
         for slot in taken:
             if slot.piece.grad is None:
@@ -185,9 +196,9 @@ class Flat:
             slot.kept = slot.piece.grad._version
 
     def send(self, weight: float) -> None:
-        """Start to sum the gradients over ranks; each rank receives the sums for its own shard.
+        """Start to sum the gradients over ranks, with this rank's gradients multiplied by `weight`.
 
-        This rank's gradients are multiplied by `weight` first.
+        Each rank receives the sums for its own shard.
         """
         if self._sender is not None:
             self.receive()
@@ -200,7 +211,7 @@ class Flat:
             self._work = Parts(gradients, self.cuts, self.rank, self._on_nccl).reduce()
 
     def _send_all(self, sender: GradientSender, weight: float) -> None:
-        """Start to send this rank's gradients to the ranks that own them, through `sender`."""
+        """Start to send this rank's gradients to the ranks that store their shards."""
         gradients = [slot.whole.grad for slot in self.slots]
         self.held.add("gathered", sender.taken_bytes)
         sender.take(weight, gradients)
@@ -213,9 +224,9 @@ class Flat:
         self._work, self._sends = sender.send(), True
 
     def receive(self) -> None:
-        """Wait until gradients are summed over ranks, and add the sums to this rank's gradient.
+        """Wait for the gradients that are summed over ranks, and add them to the shard's gradient.
 
-        Nothing happens if `send` wasn't called before.
+        Nothing happens unless `send` was called.
         """
         if not self._work:
             return
@@ -245,12 +256,10 @@ class Flat:
             slot.view = None
 
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of this rank's shard, with a view for each parameter.
+        """Return the gradient of this rank's shard, with a view of it for each parameter.
 
-        It is allocated if it doesn't exist yet.
+        If it doesn't exist yet, it becomes `made`, or a new tensor of zeros if `made` is None.
         """
-        # A new gradient is `made`, or zeros if `made` is None. Each slot gets a view of its part of
-        # a new gradient.
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made
             self.held.add("gradients", byte_count(self._grad_shard))
@@ -260,7 +269,10 @@ class Flat:
         return self._grad_shard
 
     def _accept_sums(self, summed: torch.Tensor, owns_memory: bool = False) -> None:
-        """Add a gradient that was summed over ranks to the gradient of this rank's shard."""
+        """Add gradients that were summed over ranks to the gradient of this rank's shard.
+
+        `owns_memory` is whether the tensor may be stored without a copy.
+        """
         if self._has_gradients():
             self._add_to_earlier(summed)
         else:
@@ -271,9 +283,9 @@ class Flat:
         return any(slot.received or slot.piece.grad is not None for slot in self.slots)
 
     def _begin_gradients(self, summed: torch.Tensor, owns_memory: bool) -> None:
-        """Store the first reduced gradient of a step as the gradient of this rank's shard.
+        """Store a step's first reduced gradient as the gradient of this rank's shard.
 
-        If this object may keep the tensor (`owns_memory`), it isn't copied.
+        It is copied unless this object may store the tensor itself (`owns_memory`).
         """
         gradients = self._make_views(summed if owns_memory else None)
         if gradients is not summed:
@@ -283,7 +295,7 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _add_to_earlier(self, summed: torch.Tensor) -> None:
-        """Add a reduced gradient to gradients from earlier passes or other losses."""
+        """Add a reduced gradient to the gradients of earlier passes or other losses."""
         shard = self._make_views()
         fresh = [slot for slot in self.slots if not slot.received]
         for slot in fresh:
@@ -311,9 +323,9 @@ class Flat:
             slot.piece.grad = slot.whole.grad = None
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Make the reduced gradient visible as `.grad` of each parameter's local piece.
+        """Set the `.grad` of each parameter's piece to the reduced gradient.
 
-        `used` has a flag for each parameter: whether any rank has computed its gradient.
+        `used` has a flag for each parameter, which is True if any rank has computed its gradient.
         """
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:

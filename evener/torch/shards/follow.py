@@ -1,4 +1,4 @@
-"""A rank without rows in a sharded model: it takes part in collectives without computing.
+"""Let a rank without rows take part in the collectives of a sharded model without computing.
 
 All ranks of a sharded model run the same gathers and reductions in the same order. A rank without
 rows gets a filler row, whose gradients have weight 0. It computes that row until two consecutive
@@ -26,7 +26,7 @@ Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradient
 class PassRecord:
     """Collectives and outputs of one forward and backward pass, for inputs of certain shapes.
 
-    A rank without rows repeats them instead of computing.
+    A rank without rows repeats these, instead of computing the model.
     """
 
     def __init__(self, shapes: tuple[Any, ...]) -> None:
@@ -47,9 +47,10 @@ class PassRecord:
 
 
 class Follower:
-    """Lets a rank without rows run only the collectives of each pass, instead of the model.
+    """Lets a rank without rows run only the collectives of each pass, without the model.
 
-    The first passes are computed; once two in a row are alike, only their collectives are repeated.
+    The first passes are computed. Once two consecutive passes had the same collectives, these are
+    repeated from then on.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: Any) -> None:
@@ -98,7 +99,7 @@ class Follower:
         self._running = self._meetings = None
 
     def end_backward(self) -> None:
-        """Finish the record of this pass, and compare it with the record of the previous pass."""
+        """Finish the record of a pass, and compare it with the record of the previous pass."""
         record, self._running, self._meetings = self._running, None, None
         if record is None:
             return
@@ -144,7 +145,7 @@ def _gather(unit: Unit) -> None:
 
 
 class _Repeated(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Autograd function that returns recorded outputs and repeats the backward collectives."""
+    """Autograd function that returns recorded outputs, and repeats collectives in its backward."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Memory into which a unit's whole parameters are gathered, in the dtypes of computation."""
+"""Memory for the gathered parameters of a unit, in the dtypes that they compute in."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .slot import Slot
 
 
 def sort_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """Return the parameters sorted by the dtype that they compute in, largest first."""
+    """Return the parameters sorted by the size of the dtype that they compute in, largest first."""
     # so the parameters of each dtype begin at a multiple of its size in bytes
     return sorted(slots, key=lambda slot: (-slot.computes.itemsize, str(slot.computes)))
 
 
 class Segment:
-    """Range of a flat tensor's elements that are gathered in the same dtype.
+    """Range of elements of a flat tensor that are gathered in the same dtype.
 
     `byte` is the offset of its first element in the gathered memory.
     """
@@ -28,15 +28,16 @@ class Segment:
         self.dtype, self.start, self.stop, self.byte = dtype, start, stop, byte
 
     def byte_of(self, element: int) -> int:
-        """Return the offset of an element in the gathered memory, in bytes."""
+        """Return the offset in bytes of an element in the gathered memory."""
         return self.byte + (element - self.start) * int(self.dtype.itemsize)
 
 
 class Gathered:
-    """Block of bytes into which parameters are gathered from the shards of all ranks.
+    """Block of memory into which parameters are gathered from the shards of all ranks.
 
     Arguments:
 
+    - `place`: this rank, and the size of each rank's part.
     - `slots`: the parameters, in the order of `sort_slots`.
     - `ranges`: start and stop of each rank's elements.
     - `shard`: this rank's elements.
@@ -75,14 +76,14 @@ class Gathered:
         raise KeyError(slot.computes)
 
     def gather(self) -> list[Any]:
-        """Allocate memory and start to gather the parameters; return the handles to wait for."""
+        """Allocate the memory and start to gather into it; return the handles to wait for."""
         self._storage.resize_(self.size)
         for target, source in self._copies:  # neither is known to autograd
             target.copy_(source)
         return [] if self._is_single_rank else self._parts.gather()
 
     def free(self) -> None:
-        """Free the memory; views of it can be used again after the next gather."""
+        """Free the memory. Views of it can be used again after the next gather."""
         self._storage.resize_(0)
 
     @property
@@ -97,9 +98,11 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of a view of the gathered memory and the tensor to copy into it."""
-        # `shard` has the elements from `start` to `stop` of the flat tensor. A rank measured
-        # without the others repeats its elements to fill each segment.
+        """Return pairs of tensors (target, source) that copy a shard into the gathered memory.
+
+        `shard` has the elements from `start` to `stop` - 1 of the flat tensor.
+        """
+        # a rank that is measured alone repeats its elements to fill each segment
         pairs = []
         for segment, typed in zip(self.segments, self._typed, strict=True):
             low, high = max(start, segment.start), min(stop, segment.stop)
@@ -112,7 +115,7 @@ class Gathered:
 
 
 def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
-    """Return one range of elements for each dtype; the last one includes the padding."""
+    """Return one range of elements for each dtype, with the padding in the last range."""
     made: list[Segment] = []
     byte = 0
     for dtype, same in groupby(slots, lambda slot: slot.computes):
@@ -125,7 +128,7 @@ def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
 
 
 def _repeat(target: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of tensors to copy, so that repetitions of `own` fill `target`."""
+    """Return pairs of tensors (target, source) that fill `target` with copies of `own`."""
     times, rest = divmod(target.numel(), own.numel())
     lines = target[: times * own.numel()].view(times, own.numel())
     return [(lines, own.expand(times, own.numel())), (target[times * own.numel() :], own[:rest])]

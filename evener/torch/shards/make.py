@@ -1,4 +1,4 @@
-"""Shards a model, and makes gradient clipping, GradScaler and optimizers work with shards."""
+"""Shard a model, and make gradient clipping, GradScaler and optimizers work with its shards."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def shard(
     Arguments:
 
     - `level`: "all" gathers parameters one unit at a time, "state" the whole model at once.
-    - `units`: the modules to gather at a time, with level "all"; None chooses them.
+    - `units`: modules whose parameters are gathered together, with level "all"; None chooses them.
     - `state`: relative size of each rank's part; by default from the plan, else by free memory.
     - `dtype`: dtype of computation; None leaves each parameter its own.
     - `casts`: dtype of an autocast around each forward pass, or None.
@@ -134,16 +134,18 @@ def cut_model(
     keeps: bool = False,
     casts: Any = None,
 ) -> Sharded:
-    """Replace each parameter of a model by this rank's part of it; return the managing Sharded.
+    """Replace each parameter of a model by this rank's piece of it.
 
     Arguments:
 
-    - `units`: modules that are gathered together, by name.
-    - `place`: this rank's place among the ranks.
+    - `units`: modules whose parameters are gathered together, by name.
+    - `place`: this rank, and the size of each rank's part.
     - `dtype`: dtype of computation; None leaves each parameter its own.
     - `keeps`: whether to accumulate unsharded gradients over passes and reduce them once per
       batch.
     - `casts`: dtype of an autocast around each forward pass, or None.
+
+    Returns the Sharded object that gathers and frees the model's parameters.
     """
     if place.device.type == "cpu":
         return_memory()
@@ -173,7 +175,7 @@ def trains_shards_only(model: Any) -> bool:
 
 
 def _check_supported(training: PlannedTraining, model: Any) -> None:
-    """Raise a RequestError if the model, or an option of the training run, can't be sharded."""
+    """Raise a RequestError if the model can't be sharded with the training run's options."""
     check_normalization(model, training.weights.weigh, training.world)
     check_exchange(model)
     if find_wrapper(model) is not None or is_sharded(model) or unwrap_compiled(model) is not model:
@@ -194,7 +196,7 @@ def _check_supported(training: PlannedTraining, model: Any) -> None:
 def check_buffers(model: Any) -> None:
     """Raise a RequestError if a model has more bytes in buffers than in parameters.
 
-    Buffers aren't sharded: each device would hold them all.
+    Buffers aren't sharded, so each device would hold all of them.
     """
     held = sum(map(byte_count, model.buffers()))
     if held > sum(map(byte_count, model.parameters())):
@@ -208,12 +210,11 @@ def check_buffers(model: Any) -> None:
 def _choose_parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
-    """Return the relative size of the part of the model that each rank holds.
+    """Choose the relative size of each rank's part of the model.
 
-    Raises RequestError unless each rank has a part above 0.
+    It is taken from `state`, else from the plan, else from free memory. `beside` returns the bytes
+    that a rank needs for other things. Raises RequestError unless each rank has a part above 0.
     """
-    # the sizes come from `state`, else from the plan, else from the memory left beside the
-    # `beside()` bytes for other things
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (
         planned if all(planned) else _free_bytes_by_rank(training, beside())
@@ -228,9 +229,12 @@ def _choose_parts(
 
 
 def _free_bytes_by_rank(training: PlannedTraining, beside: int) -> tuple[float, ...]:
-    """Return how many bytes each rank's GPU has left for its part of the model."""
-    # `beside` are the bytes that a rank needs for other things. A rank on a CPU counts as 1: ranks
-    # on CPUs share their host's memory, so they get equal parts.
+    """Return how many bytes each rank's GPU has left for its part of the model.
+
+    `beside` is the number of bytes that a rank needs for other things. A rank on a CPU counts as 1.
+    Every rank has to call this.
+    """
+    # ranks on CPUs share their host's memory, so they get equal parts
     own = 1.0
     if training.device.type == "cuda":
         allowed = torch.cuda.get_per_process_memory_fraction(training.device)
@@ -251,9 +255,9 @@ def _refuse(*_: Any) -> None:
 
 
 def include_all_ranks(sharded: Sharded, replaced: Iterable[Any]) -> None:
-    """Make gradient clipping and GradScaler take the shards of all ranks into account.
+    """Make gradient clipping and GradScaler consider the shards of all ranks.
 
-    `replaced` are the model's parameters from before sharding.
+    `replaced` are the parameters that the model had before sharding.
     """
     _all.add(sharded)
     _replaced.update((each, True) for each in replaced)
@@ -295,11 +299,11 @@ _HOOKS = ProcessHooks(_register)
 def sum_norms(
     norm: Callable[..., Any], tensors: list[Any], kind: float, *options: Any, **named: Any
 ) -> Any:
-    """Return the total norm of gradients, of which some are sharded over ranks.
+    """Return the total norm of gradients, some of which are sharded over ranks.
 
-    Every rank has to call this. `norm` is PyTorch's own function for it, and `kind` the order of
-    the norm. Raises RequestError for order 0, and RuntimeError if `error_if_nonfinite` is set and
-    the norm isn't finite.
+    Every rank has to call this. `norm` is PyTorch's own function for the total norm, and `kind` is
+    the order of the norm. Raises RequestError for order 0, and RuntimeError if `error_if_nonfinite`
+    is set and the norm isn't finite.
     """
     shards = _list_shard_gradients()
     own = [tensor for tensor in tensors if id(tensor) in shards]
@@ -322,23 +326,27 @@ def sum_norms(
 
 
 def _list_shard_gradients() -> set[int]:
-    """Return the ids of all gradients on this rank that belong to shards."""
+    """Return the ids of this rank's gradients that are only pieces of a parameter's gradient."""
     parameters = [piece for sharded in _all for piece in sharded.pieces]
     return {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
 
 
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
-    """Return the norm over all ranks of gradients that are sharded."""
-    # `own` are this rank's shards, and `kind` is the order of the norm
+    """Return the norm over all ranks of sharded gradients.
+
+    `own` are this rank's pieces of them, and `kind` is the order of the norm.
+    """
     parts = [each for each in own if each.numel()]
     total = _norm_over_ranks(norm(parts, kind) if parts else None, kind, own[0].device)
     return total.to(reduce(torch.promote_types, {each.dtype for each in own}))
 
 
 def _norm_over_ranks(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
-    """Combine all ranks' norms of their own shards into one norm."""
-    # `own` is None if this rank has no elements. Summed in float64, because powers of
-    # half-precision values overflow.
+    """Combine the norms of all ranks' pieces into one norm.
+
+    `own` is this rank's norm, or None if it has no elements. `kind` is the order of the norm.
+    """
+    # summed in float64, because powers of half-precision values overflow
     if kind in (float("inf"), float("-inf")):
         nothing = torch.full((), max(0.0, -kind), device=device, dtype=torch.float64)
         total = nothing if own is None else own.double()
@@ -358,7 +366,7 @@ def _reduce(tensor: torch.Tensor, operation: Any) -> None:
 
 
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
-    """Make an optimizer train this rank's pieces of a sharded model, not the old parameters.
+    """Make an optimizer train this rank's pieces of a sharded model instead of the old parameters.
 
     `replaced` are the old parameters, in the order of `model.parameters()`. Raises RequestError if
     the optimizer already has state.
@@ -374,7 +382,7 @@ def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
 
 
 def find(optimizer: Any) -> Sharded | None:
-    """Return the Sharded of the model that an optimizer trains, or None."""
+    """Return the Sharded object of the model that an optimizer trains, or None."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return next((each for each in _all if not trained.isdisjoint(map(id, each.parameters))), None)
 
@@ -403,9 +411,8 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
 def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
     """Raise a RequestError if an optimizer can't train the pieces of a sharded model.
 
-    It can't if its steps need whole parameters, or if it has the parameters from before sharding.
+    It can't if its steps need whole parameters, or if it was created before sharding.
     """
-    # nor parameters from before sharding
     if any(
         parameter in _replaced for group in optimizer.param_groups for parameter in group["params"]
     ):

@@ -1,4 +1,4 @@
-"""Cut a flat tensor into unequal parts for the ranks, and run collectives on the parts."""
+"""Divide a flat tensor among ranks in unequal parts, and run collectives on the parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..sums.collectives import run_own
 
 
 class ShardRank(msgspec.Struct, frozen=True):
-    """This rank among the ranks over which a model is sharded.
+    """This rank, and the relative size of each rank's part of a sharded model.
 
     - `rank`: index of this rank.
     - `parts`: relative size of each rank's part.
@@ -32,7 +32,7 @@ class ShardRank(msgspec.Struct, frozen=True):
 
     @property
     def on_nccl(self) -> bool:
-        """Whether collectives on the device run through NCCL."""
+        """Whether collectives on the device use NCCL."""
         return not self.single_rank and backend_name(dist.group.WORLD, self.device) == "nccl"
 
     @property
@@ -48,7 +48,7 @@ ALIGNED = 8
 
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Divide elements among ranks in proportion to `parts`; return start and stop of each.
+    """Divide elements among ranks in proportion to `parts`, and return each rank's start and stop.
 
     Boundaries are multiples of ALIGNED elements, so the last stop may be above `elements`.
     """
@@ -60,12 +60,14 @@ def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
 
 
 class Parts:
-    """A flat tensor in unequal parts, one per rank, with collectives on the parts.
+    """A flat tensor divided into unequal parts, one per rank, with collectives on the parts.
 
     Arguments:
 
     - `whole`: the tensor, padded to the end of the last range.
     - `ranges`: start and stop of each rank's elements.
+    - `rank`: this rank.
+    - `on_nccl`: whether collectives use NCCL.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Parts:
     def reduce(self) -> list[Any]:
         """Start to sum the tensor over all ranks; return the handles to wait for.
 
-        Each rank gets the sum of its own part.
+        Each rank receives only the sum of its own part.
         """
         return run_own(("reduce", *self._kind), self._reduce)
 

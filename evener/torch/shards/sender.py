@@ -1,8 +1,8 @@
 """Sum half-precision gradients over ranks without sending them in float32.
 
-Each rank sends its gradients to the ranks that hold their shards, in the dtype in which they were
+Each rank sends its gradients to the ranks that store their shards, in the dtype in which they were
 computed. The receiving rank multiplies them by the sender's weight, and adds them up in the dtype
-of its shard. The result equals a reduction in the shard's dtype. But bfloat16 gradients of float32
+of its shard. The result equals a reduction in the shard's dtype, but bfloat16 gradients of float32
 parameters need only half the bytes.
 """
 
@@ -28,9 +28,10 @@ HEADER = 16  # bytes before each part, for the sender's weight
 
 
 class DtypeRange(NamedTuple):
-    """Elements of one dtype in a rank's part of a flat tensor.
+    """Elements of one dtype in the part of a flat tensor that belongs to a rank.
 
-    `start` and `stop` are indices of elements, and `byte` is where they begin in the part's memory.
+    `start` and `stop` are indices of elements in the flat tensor. `byte` is the offset of the first
+    element in the part's memory.
     """
 
     dtype: torch.dtype
@@ -45,11 +46,11 @@ class DtypeRange(NamedTuple):
 
 
 class GradientCopy(NamedTuple):
-    """A copy of a parameter's gradient into the memory that is sent to other ranks.
+    """A copy of a parameter's gradient, or of a slice of it, into the memory to send.
 
     - `position`: index of the parameter.
     - `elements`: the slice of the gradient to copy, or None for all of it.
-    - `target`: the tensor to copy it to.
+    - `target`: the tensor to copy to.
     """
 
     position: int
@@ -58,12 +59,13 @@ class GradientCopy(NamedTuple):
 
 
 class GradientSender:
-    """Sends gradients of a flat tensor to the ranks that hold their shards, by an all-to-all.
+    """Sends gradients of a flat tensor to the ranks that store their shards, by an all-to-all.
 
     Arguments:
 
+    - `place`: this rank, and the size of each rank's part.
     - `slots`: the parameters.
-    - `segments`: ranges of elements of one dtype.
+    - `segments`: the ranges of elements with the same dtype.
     - `ranges`: start and stop of each rank's elements.
     - `dtype`: dtype of the shards, in which gradients are added up.
     """
@@ -102,8 +104,10 @@ class GradientSender:
         self.free()
 
     def _allocate(self, sizes: Sequence[int], others: Sequence[int], device: Any) -> None:
-        """Allocate the memory for sent and received gradients."""
-        # `sizes` are the bytes of each rank's part, and `others` are the other ranks
+        """Allocate the memory for sent and received gradients.
+
+        `sizes` are the bytes of each rank's part, and `others` are the other ranks.
+        """
         own = sizes[self._rank]
         self._sizes = [size if rank in others else 0 for rank, size in enumerate(sizes)]
         self._returned = [own if rank in others else 0 for rank in range(len(sizes))]
@@ -115,15 +119,18 @@ class GradientSender:
     def _split_by_ranks(
         self, sizes: Sequence[int], others: Sequence[int]
     ) -> dict[int, torch.Tensor]:
-        """Return, for each rank, the part of the memory that is sent to it."""
-        # `sizes` are the bytes of each part. The parts of `others` come first. This rank's own part
-        # is last, and isn't sent.
+        """Return the part of the memory for each rank, which is sent to that rank.
+
+        `sizes` are the bytes of each part, and `others` are the other ranks. This rank's own part
+        isn't sent.
+        """
+        # the parts of `others` come first
         order = [*others, self._rank]
         parts = self._sent.split([sizes[rank] for rank in order])
         return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy this rank's gradients (zeros for None) and its weight to the memory to send."""
+        """Copy this rank's weight and gradients to the memory to send, with zeros for None."""
         if weight != self._weight:
             self._weight = weight
             self._weights.fill_(weight)
@@ -135,7 +142,7 @@ class GradientSender:
             self._fill(dtype, copies, gradients)
 
     def send(self) -> list[Any]:
-        """Start the exchange of gradients with the other ranks; return the handles to wait for."""
+        """Start to exchange gradients with the other ranks; return the handles to wait for."""
         self._received.untyped_storage().resize_(len(self._received))
         return [run_own("exchange", self._exchange)]
 
@@ -150,7 +157,7 @@ class GradientSender:
         copies: Sequence[GradientCopy],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copy all gradients of one dtype; a parameter whose gradient is None gets zeros."""
+        """Copy all gradients of one dtype to the memory to send, with zeros for None."""
         targets, sources = [], []
         for position, elements, target in copies:
             gradient = gradients[position]
@@ -167,9 +174,9 @@ class GradientSender:
             copy_each(targets, sources)
 
     def add_up(self, total: torch.Tensor) -> None:
-        """Write the gradients of all ranks, added up with their weights, to `total`.
+        """Write the weighted sum of all ranks' gradients to `total`, and free the memory.
 
-        Then free the memory. Call this after the exchange that `send` started is done.
+        Call this after the exchange that `send` started has ended.
         """
         for (piece, own), theirs in zip(self._own, self._theirs, strict=True):
             part = total[piece.start - self._start : piece.stop - self._start]
@@ -188,23 +195,25 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return the most bytes of gradients that a rank receives, as a multiple of the flat tensor.
+    """Return an upper bound for the bytes of gradients that a rank receives.
 
-    `ranks` is the number of ranks.
+    It is a multiple of the bytes of the flat tensor. `ranks` is the number of ranks.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 
 
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the gradients that each rank receives are small enough to save memory."""
+    """Return whether each rank receives few enough gradients to save memory.
+
+    `ranges` has the start and stop of each rank's elements.
+    """
     # a rank receives the gradients of its range from each other rank
     largest = max(stop - start for start, stop in ranges)
     return (len(ranges) - 1) * largest <= MOST_RECEIVED * ranges[-1][1]
 
 
 def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRange]:
-    """Return the ranges of one dtype in a rank's part, which is elements `start` to `stop`."""
-    # the rank has the elements from `start` to `stop` - 1 of a flat tensor
+    """Return the ranges of each dtype in a rank's part, the elements from `start` to `stop` - 1."""
     pieces: list[DtypeRange] = []
     byte = HEADER
     for segment in segments:  # the widest dtypes come first, so each piece is aligned
@@ -221,9 +230,11 @@ def _find_copies(
     pieces: Sequence[Sequence[DtypeRange]],
     parts: dict[int, torch.Tensor],
 ) -> list[GradientCopy]:
-    """Return the copies that put a parameter's gradient into the parts of all ranks."""
-    # `position` is the parameter's index in the list of slots; `pieces` has the dtype ranges of
-    # each rank's part
+    """Return the copies that write a parameter's gradient into the parts of all ranks.
+
+    `position` is the parameter's index in the list of slots, `pieces` has the dtype ranges of each
+    rank's part, and `parts` has the memory of each part.
+    """
     found = []
     for rank, listed in enumerate(pieces):
         for piece in listed:

@@ -1,4 +1,4 @@
-"""Runs a sharded model: gathers parameters before they are used, and sums gradients after.
+"""Run a sharded model: gather parameters before they are used, and sum gradients afterwards.
 
 The model is divided into units, modules whose parameters are gathered and freed together. The next
 unit is prefetched while one computes. Each rank receives the sums for its own shard. A rank holds
@@ -34,12 +34,12 @@ _SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)
 
 
 class Sharded:
-    """Manages a sharded model: its hooks gather parameters, free them and sum gradients.
+    """Manages a sharded model by hooks that gather parameters, free them and sum gradients.
 
     Arguments:
 
     - `units`: modules that are gathered one at a time, by name.
-    - `place`: this rank's place among the ranks.
+    - `place`: this rank, and the size of each rank's part.
     - `dtype`: dtype of computation, to which inputs are cast; None leaves both unchanged.
     - `keeps`: whether to accumulate unsharded gradients over passes and reduce them once per
       batch.
@@ -110,7 +110,7 @@ class Sharded:
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """Let this rank, which has no rows, take part in collectives without computing."""
+        """Let this rank, which has no rows, run collectives without computing the model."""
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _send_as_computed(self) -> None:
@@ -136,8 +136,11 @@ class Sharded:
             self.whole.hook(lambda: own.accumulated_whole(), lambda: own.weight)
 
     def _place_statistics(self, place: ShardRank) -> None:
-        """Move the tensors that unpack 4-bit weights to the device, with rank 0's values."""
-        # a layer unpacks its weights with them, such as the scales of blocks of values
+        """Move the tensors with which 4-bit weights are unpacked to the device.
+
+        Their values are copied from rank 0. Every rank has to call this.
+        """
+        # they are, for example, the scales of blocks of values
         packed = [slot.whole for slot in self.slots if is_packed(slot.whole)]
         for each in packed:
             each.quant_state.to(place.device)
@@ -148,11 +151,10 @@ class Sharded:
                 spread(statistics)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """Raise a RequestError if the model shards any of these parameters; else return False.
+        """Raise a RequestError if the model shards any of these parameters, else return False.
 
-        `parameters` has their ids. An exchange of gradients calls this for every model.
+        `parameters` has their ids. An object that sums gradients of an unsharded model calls this.
         """
-        # called by an exchange, which can't sum the gradients of sharded parameters
         if not parameters.isdisjoint(map(id, self.parameters)):
             raise RequestError(
                 "The model is sharded, and its gradients are summed already.",
@@ -161,7 +163,7 @@ class Sharded:
         return False
 
     def weigh(self, weight: float) -> None:
-        """Set the factor for this rank's gradients when gradients are summed over ranks."""
+        """Set the factor by which this rank's gradients are multiplied before they are summed."""
         self.weight = weight
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
@@ -182,7 +184,7 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit before its forward pass, and start to gather the next one."""
+        """Gather a unit before its forward pass, and start to gather the unit that follows."""
         if _in_backward():  # recomputed for activation checkpointing: only gather
             unit.gather()
             return
@@ -221,7 +223,7 @@ class Sharded:
         self._last = self.root
 
     def end_forward(self, unit: Unit, outputs: Any) -> None:
-        """Free a unit after its forward pass, unless the backward pass begins with this unit."""
+        """Free a unit after its forward pass, unless the backward pass begins with it."""
         if _in_backward():
             self._follow_outputs(unit, outputs)
             return
@@ -239,7 +241,7 @@ class Sharded:
         unit.hide()  # a loop may clear gradients before the backward pass, or make its optimizer
 
     def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
-        """Register gradient hooks on a unit's outputs; return whether any requires a gradient.
+        """Register gradient hooks on a unit's outputs, and return whether any requires a gradient.
 
         Raises RequestError for outputs of a type in which tensors can't be found.
         """
@@ -269,7 +271,7 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a unit because code outside of its module reads its parameters.
+        """Gather a unit whose parameters are read by code outside of its module.
 
         This happens only while the model computes. The unit stays gathered until the backward pass
         ends.
@@ -284,9 +286,9 @@ class Sharded:
     # ------------------------------------------------------------------ a backward pass
 
     def arm(self, batch: Any) -> None:
-        """Prepare for the backward pass that has just begun.
+        """Prepare for a backward pass that has just begun.
 
-        `batch` is the batch whose outputs it starts from. Raises RequestError with
+        `batch` is the batch of the outputs from which it began. Raises RequestError with
         `create_graph=True`.
         """
         # once per backward pass; for further outputs, only record that it has reached them
@@ -311,8 +313,8 @@ class Sharded:
         self._passing = batch
 
     def begin_backward(self, unit: Unit) -> None:
-        """Gather a unit before its backward pass, and start to gather the next one."""
-        # in a backward pass, that is the one before it in the forward pass
+        """Gather a unit before its backward pass, and start to gather the unit that follows."""
+        # the unit that follows is the one before it in the forward pass
         if self._task is None:
             self.arm(self._batch)
         unit.unsent = True
@@ -323,7 +325,7 @@ class Sharded:
             before.begin_gather()
 
     def end_backward(self, unit: Unit, is_over: bool = False) -> None:
-        """Start to sum a unit's gradients over ranks, and free its parameters.
+        """Start to sum a unit's gradients over ranks, and free the unit's parameters.
 
         `is_over` is True at the end of the whole backward pass.
         """
@@ -339,18 +341,18 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Gradient hook: note that a unit has a new gradient to send."""
+        """Gradient hook that records that a unit has a new gradient to send."""
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """Gradient hook of unsharded parameters: prepare for the backward pass that has begun."""
+        """Gradient hook of unsharded parameters that prepares for a new backward pass."""
         if self._task is None:
             self.arm(self._batch)
 
     def _finish_backward(self) -> None:
-        """At the end of a backward pass, sum the remaining gradients and set each `.grad`."""
+        """At the end of a backward pass, sum the remaining gradients, and set each `.grad`."""
         if self._follower is not None:
             self._follower.end_backward()
         if self.keeps and not self._sums:
@@ -368,7 +370,7 @@ class Sharded:
             self.done()
 
     def _keep(self) -> None:
-        """Keep this pass's unsharded gradients until a later pass, which sums them over ranks."""
+        """Keep the unsharded gradients of this pass, until a later pass sums them over ranks."""
         # until then, parameters stay whole
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()
@@ -378,9 +380,8 @@ class Sharded:
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
         """Raise a RequestError if the user's loop cleared gradients before they were summed.
 
-        `is_there` returns whether a parameter's gradient still exists.
+        `is_there` returns whether the kept gradient of a parameter still exists.
         """
-        # `is_there` tells whether a slot's gradient still exists
         waits = self.keeps and self.waits
         if waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
             raise RequestError(
@@ -407,9 +408,9 @@ class Sharded:
     def _add_up_whole(self) -> list[bool]:
         """All-reduce the gradients of unsharded parameters, such as adapters.
 
-        Returns which of them have a gradient on this rank.
+        Return for each of these parameters whether it has a gradient on this rank. The result is []
+        if there are none, or if a later pass sums their gradients.
         """
-        # the result is empty without such parameters, and if a later pass computes the sum
         if self.whole is None:
             return []
         if self.waits:
@@ -419,8 +420,10 @@ class Sharded:
         return [slot.fired for slot in self.whole.slots]
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """Return for each parameter whether any rank has computed its gradient in this pass."""
-        # `fired` has this rank's own flags
+        """Return for each parameter whether any rank has computed its gradient in this pass.
+
+        `fired` has a flag for each parameter: whether this rank has. Every rank has to call this.
+        """
         if self.place.single_rank:
             return fired
         flags = self._flag(fired)
@@ -433,9 +436,9 @@ class Sharded:
         return [bool(each) for each in flags.tolist()]
 
     def _flag(self, fired: list[bool]) -> torch.Tensor:
-        """Return the flags, one per parameter, as a new tensor on this rank's device."""
-        # A copy from the host would make the host wait. So unchanged flags are copied from the last
-        # tensor.
+        """Return the flags `fired`, one per parameter, as a new tensor on this rank's device."""
+        # a copy from the host would make the host wait, so unchanged flags are copied from the last
+        # tensor
         known = tuple(fired)
         if known != self._known_flags[0]:
             made = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
@@ -443,7 +446,10 @@ class Sharded:
         return self._known_flags[1].clone()
 
     def _spread_buffers(self) -> None:
-        """Copy the model's buffers from the first rank that has rows to all others."""
+        """Copy the model's buffers from the first rank that has rows to all other ranks.
+
+        Every rank has to call this.
+        """
         # listed again each time, because the model may have replaced some of them
         buffers = {id(buffer): buffer for _, buffer in self._members.buffers()}
         if buffers and not self.place.single_rank:
@@ -451,7 +457,7 @@ class Sharded:
                 spread(list(buffers.values()), source=self.place.first)
 
     def reset(self) -> None:
-        """Drop gradients and gathered parameters after an error has interrupted a pass."""
+        """Discard gradients and gathered parameters after an error has interrupted a pass."""
         self.waits, self._computes, self._outside = False, False, []
         self._task = self._passing = self._sending = self._flags = None
         for unit in [self.root, *self.units]:
@@ -478,7 +484,7 @@ class Sharded:
 
 
 class LayerParameters(dict[str, Any]):
-    """A layer's dict of parameters, which gathers them if code reads one while the model runs."""
+    """A layer's dict of parameters, which are gathered when code reads one while the model runs."""
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
         super().__init__(unit.module._parameters)
@@ -490,7 +496,7 @@ class LayerParameters(dict[str, Any]):
 
 
 class UnitHooks:
-    """Hooks that gather and free one unit of a sharded model."""
+    """Hooks of one unit of a sharded model, which gather and free its parameters."""
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
         self._sharded, self._unit = sharded, unit
@@ -498,9 +504,8 @@ class UnitHooks:
     def before(self, _: Any, arguments: Any, keywords: Any) -> Any:
         """Forward pre-hook that gathers the unit's parameters and casts the model's inputs.
 
-        It also wraps the inputs, to detect when the unit's backward pass ends.
+        It also wraps the inputs, to detect the end of the unit's backward pass.
         """
-        # `_UnitInputs` detects when the unit's backward pass ends
         if torch.compiler.is_compiling():
             raise RequestError("A sharded model can't be compiled.", "Leave torch.compile out.")
         unit, sharded = self._unit, self._sharded
@@ -527,7 +532,7 @@ class UnitHooks:
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
-        """Return the hook to run when a parameter's gradient has been computed.
+        """Return a hook that runs when the gradient of a parameter has been computed.
 
         The parameter is `slot`, in the flat tensor `flat`.
         """
@@ -552,7 +557,7 @@ class UnitHooks:
 
 
 class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Autograd function that returns its inputs and detects when a unit's backward pass ends."""
+    """Autograd function that returns its inputs, and detects the end of a unit's backward pass."""
 
     @staticmethod
     def forward(
@@ -569,7 +574,7 @@ class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't
 
 
 def _find_tensors(outputs: Any) -> Iterator[Any]:
-    """Yield the tensors in a module's outputs, and objects that can't be searched for tensors."""
+    """Yield the tensors in a module's outputs, and the objects in which tensors can't be found."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
         return

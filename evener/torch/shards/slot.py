@@ -1,4 +1,4 @@
-"""A parameter of a sharded model in its three forms: whole, as a piece, and as a gradient."""
+"""A parameter of a sharded model: unsharded, and as the piece of it that this rank stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..private import own_parameters
 
 
 class Slot:
-    """A parameter of a sharded model, with its names, owners, and this rank's piece of it."""
+    """A parameter of a sharded model: its names, its owners, and this rank's piece of it."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape = tensor, tensor.shape  # the original parameter, until it is cut
@@ -31,20 +31,20 @@ class Slot:
         self.received = self.before = False
 
     def is_kept(self) -> bool:
-        """Return whether the gradient kept from the last pass is still there and unchanged."""
+        """Return whether the gradient that was kept from the last pass still exists unchanged."""
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept
 
     @property
     def is_in_rnn(self) -> bool:
-        """Whether an RNN layer owns the parameter."""
+        """Whether the parameter belongs to an RNN layer."""
         # such a layer also lists its parameters
         return any(isinstance(module, torch.nn.RNNBase) for module, _ in self.owners)
 
     def find_places(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the modules' dicts in which the parameter is stored, each with the key in it.
+        """Return each module dict that stores the parameter, with the parameter's key in the dict.
 
-        RNN layers are left out; `point_to` handles them.
+        RNN layers are left out, because `point_to` handles them.
         """
         return [
             (own_parameters(module), name)
@@ -53,7 +53,7 @@ class Slot:
         ]
 
     def point_to(self, parameter: Any) -> None:
-        """Make `parameter` the attribute of all modules that own this parameter."""
+        """Replace this parameter by `parameter` in all modules that own it."""
         for module, name in self.owners:
             if isinstance(module, torch.nn.RNNBase):
                 setattr(module, name, parameter)  # an RNN keeps a list of its parameters
@@ -62,5 +62,5 @@ class Slot:
 
 
 def byte_count(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor's elements in bytes."""
+    """Return the number of bytes of a tensor's elements."""
     return int(tensor.numel() * tensor.element_size())

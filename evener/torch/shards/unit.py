@@ -22,7 +22,7 @@ LARGE_LAYER = 0.3
 
 
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
-    """Return the modules of a model that are gathered one at a time, by name.
+    """Return the modules of a model whose parameters are gathered together, by name.
 
     `wanted` has classes or modules; None chooses repeated blocks and large layers. Raises
     RequestError if the model has none of them.
@@ -50,12 +50,11 @@ def _find_outermost(
     takes: Callable[[Any], bool],
     enters: Callable[[Any], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield names and modules that `takes` accepts, without searching inside them.
+    """Yield the names and modules that `takes` accepts, without searching inside these modules.
 
-    `enters` returns whether to search inside a module that `takes` doesn't accept.
+    A module that isn't accepted is searched if `enters` returns True for it. `name` is a prefix for
+    all names.
     """
-    # `name` is the prefix of the names, such as "encoder."; other modules are searched if `enters`
-    # says so
     for each, child in module.named_children():
         if takes(child):
             yield f"{name}{each}", child
@@ -64,7 +63,7 @@ def _find_outermost(
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
-    """Choose which modules are gathered one at a time: repeated blocks and large layers."""
+    """Choose the modules to gather one at a time: repeated blocks and large layers."""
 
     def is_called(module: Any) -> bool:
         return not _lists(module) and _count(module) > 0
@@ -109,10 +108,10 @@ def _count(module: Any) -> int:
 
 
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
-    """Return the parameters of each unit, by the unit's name; "" is the rest of the model.
+    """Return the parameters of each unit, by the unit's name.
 
-    A parameter that several units share belongs to the rest. Raises RequestError for parameters
-    that can't be sharded, such as quantized ones.
+    The name "" stands for the rest of the model, to which parameters that several units share also
+    belong. Raises RequestError for parameters that can't be sharded, such as quantized ones.
     """
     found: dict[int, Slot] = {}
     for path, module, unit in _walk_with_units(
@@ -134,9 +133,11 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot
 def _walk_with_units(
     path: str, module: Any, unit: str, units: Mapping[int, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the path of each module, the module, and the name of the unit that contains it."""
-    # `unit` is the name of the unit around `module`, and `units` has names by module id; a module
-    # in several places is yielded for each
+    """Yield the path of each module, the module, and the name of the unit that contains it.
+
+    `unit` is the name of the unit around `module`, and `units` has names by the id of the module.
+    """
+    # a module in several places is yielded for each
     unit = units.get(id(module), unit)
     yield path, module, unit
     for name, child in module._modules.items():
@@ -170,8 +171,8 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
     - `casts`: dtype of an autocast around the model, or None; it applies to float32 parameters
       of Linear layers.
     """
-    # an autocast would cast these parameters whenever the layers compute; so the results are the
-    # same, gathering needs half the bytes, and the backward pass needs no cast copies
+    # An autocast would cast these parameters whenever the layers compute, so the results are the
+    # same. Gathering needs half the bytes, and the backward pass needs no cast copies.
     tensor = slot.tensor
     if is_packed(tensor) or not tensor.is_floating_point():
         return tensor.dtype
@@ -185,7 +186,7 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
 def is_lookup(module: Any) -> bool:
     """Return whether a module is an Embedding whose backward pass doesn't need the weight.
 
-    An Embedding with `max_norm` isn't.
+    With `max_norm`, an Embedding needs it.
     """
     return type(module) is torch.nn.Embedding and module.max_norm is None
 
@@ -196,7 +197,9 @@ class Unit:
     Arguments:
 
     - `name`: name of the module; "" for the model itself.
+    - `module`: the module.
     - `parameters`: its parameters that are sharded.
+    - `place`: this rank, and the size of each rank's part.
     - `dtype`, `casts`: see `choose_dtype`.
     - `held`: ledger of the bytes in use.
     """
@@ -285,7 +288,7 @@ class Unit:
             flat.free()
 
     def drop(self) -> None:
-        """Free the gathered parameters at once, even if a gather is still running."""
+        """Free the gathered parameters immediately, even if a gather is still running."""
         self._work, self.gathered, self.hidden = None, False, False
         self._point_to_pieces()
         for flat in self.flats:
@@ -298,7 +301,7 @@ class Unit:
             flat.count_gradients()
 
     def send(self, weight: float) -> None:
-        """Multiply this rank's gradients by `weight`, and start to sum gradients over ranks."""
+        """Start to sum gradients over ranks, with this rank's gradients multiplied by `weight`."""
         self.met(self, False)
         self.unsent = False
         for flat in self.trained:
@@ -330,10 +333,10 @@ class Unit:
 
 
 class Ledger:
-    """Counts the bytes that a sharded model uses on a rank, by kind, and their peaks.
+    """Counts the bytes that a sharded model uses on a rank, by kind, with their peaks.
 
     - `shards`: this rank's parts of the parameters.
-    - `gathered`: whole parameters, and their gradients before the reduction.
+    - `gathered`: gathered parameters, and gradients that aren't reduced yet.
     - `gradients`: this rank's parts of the reduced gradients.
     - `state`: the optimizer's state, counted after its first step.
     - `whole`: unsharded parameters with their optimizer state.
@@ -346,7 +349,7 @@ class Ledger:
         self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
-        """Add `size` bytes of a kind; a negative size means that they were freed."""
+        """Add `size` bytes of this kind, which is negative for memory that was freed."""
         now = self.now[kind] + size
         self.now[kind] = now
         total = self._total + size
@@ -359,7 +362,7 @@ class Ledger:
             self.peak = total
 
     def note_state(self, optimizer: Any, whole: Collection[int] = ()) -> None:
-        """Count the bytes of an optimizer's state; `whole` has the ids of unsharded parameters."""
+        """Record the bytes of an optimizer's state; `whole` has the ids of unsharded parameters."""
         sizes = Counter(state=0, whole=0)
         for parameter, state in optimizer.state.items():
             kind = "whole" if id(parameter) in whole else "state"

@@ -1,7 +1,7 @@
 """Parameters that a sharded model leaves unsharded, such as adapters.
 
 Every rank holds all of them. Their gradients are all-reduced once per batch. If only a small part
-of a model is trained, holding it whole on each device costs less than gathering it in every pass.
+of a model is trained, storing that part on each device costs less than gathering it in every pass.
 The model's own Parameter objects stay in use, so any optimizer can train them and any library can
 save them.
 """
@@ -33,11 +33,11 @@ def count_gathered(
     casts: Any = None,
     received: float | None = None,
 ) -> int:
-    """Estimate the peak bytes that a rank needs besides its shards and its activations.
+    """Estimate how many bytes a rank needs at most, besides its shards and its activations.
 
-    They hold gathered parameters, gradients that are being reduced, and unsharded parameters.
-    `received` is the bound on received gradients from `bound_received`, or None if gradients are
-    reduced in the dtype of the shards.
+    The bytes hold gathered parameters, gradients that are being reduced, and unsharded parameters.
+    `received` is the upper bound from `bound_received`, or None if gradients are reduced in the
+    dtype of the shards.
     """
     # an embedding is freed before its gradients are reduced, so its parameters don't count then
     parameters = find_parameters(model, units)
@@ -61,7 +61,7 @@ def count_gathered(
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of a unit's gathered parameters, of its gradients, and of the buffer to sum them."""
+    """Bytes of a unit's gathered parameters, of its gradients, and of the buffer to sum them in."""
 
     gathered: int
     gradients: int
@@ -69,12 +69,12 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """Bytes of a unit's gradients plus the buffer in which they are reduced."""
+        """Bytes of the gradients and of the buffer in which they are reduced."""
         return self.gradients + self.buffer
 
 
 def _add_largest(units: Iterable[UnitBytes]) -> int:
-    """Return the bytes of the gathered parameters of the two largest units together."""
+    """Return the bytes of gathered parameters in the two largest units together."""
     # while one unit computes, the next one is already being gathered
     return sum(sorted((unit.gathered for unit in units), reverse=True)[:2])
 
@@ -98,10 +98,10 @@ def _measure(own: Sequence[Slot], dtype: Any, casts: Any, received: float | None
 
 
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
-    """Choose the trained parameters to leave unsharded: all if they are a small part, else none.
+    """Choose the trained parameters to leave unsharded.
 
-    They are if, with their gradients and optimizer state, they take at most a quarter of the
-    model's bytes.
+    These are all trained parameters if they take, with their gradients and optimizer state, at most
+    a quarter of the model's bytes. Otherwise the result is [].
     """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
@@ -111,18 +111,17 @@ def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
 
 
 class WholeParameters:
-    """Unsharded parameters of a sharded model; their gradients are all-reduced once per batch.
+    """Unsharded parameters of a sharded model, whose gradients are all-reduced once per batch.
 
     Arguments:
 
-    - `place`: this rank's place among the ranks.
+    - `place`: this rank, and the size of each rank's part.
     - `slots`: the parameters.
     - `held`: ledger of the bytes in use.
     """
 
-    # A hook moves each gradient, times this rank's weight, to the buffer as soon as it is computed.
-    # The buffer is all-reduced once per batch; then gradients from before the batch are added to
-    # it.
+    # A hook moves each weighted gradient to a buffer as soon as it is computed. The buffer is all-
+    # reduced once per batch. Then gradients from before the batch are added.
 
     def __init__(self, place: ShardRank, slots: Sequence[Slot], held: Any) -> None:
         self.slots = list(slots)
@@ -148,7 +147,8 @@ class WholeParameters:
     def hook(self, begin: Callable[[], None], weight: Callable[[], float]) -> None:
         """Register hooks on the parameters' gradients.
 
-        They call `begin` first, then multiply each gradient by `weight()`.
+        A hook first calls `begin`, then adds the gradient, multiplied by `weight()`, to those of
+        the batch.
         """
         for slot in self.slots:
             slot.piece.register_hook(lambda _: begin())
@@ -157,7 +157,7 @@ class WholeParameters:
             )
 
     def begin(self) -> None:
-        """Set aside the gradients that parameters have from earlier batches."""
+        """Set aside the gradients that the parameters have from earlier batches."""
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
         for slot in self.slots:
@@ -183,9 +183,9 @@ class WholeParameters:
                 self._views[slot] = part.view(slot.shape)
 
     def keep(self) -> None:
-        """Keep this pass's gradients, to all-reduce them after a later pass."""
-        # Until then, `.grad` is a view of the buffer. If it changes, the loop has called
-        # zero_grad() too early.
+        """Keep the gradients of this pass, to all-reduce them after a later pass."""
+        # until then, `.grad` is a view of the buffer; if it changes, zero_grad() was called too
+        # early
         self.waits = True
         for slot in self.slots:
             if slot.fired:
@@ -207,7 +207,7 @@ class WholeParameters:
     def set_gradients(self, used: Sequence[bool]) -> None:
         """Set `.grad` to the all-reduced gradients plus the gradients that `begin` set aside.
 
-        `used` has a flag for each parameter: whether any rank has computed its gradient.
+        `used` has a flag for each parameter, which is True if any rank has computed its gradient.
         """
         earlier = self._earlier or {}
         for slot, is_used in zip(self.slots, used, strict=True):

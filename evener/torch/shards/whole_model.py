@@ -1,4 +1,4 @@
-"""Let checkpoints treat an unsharded model like a sharded one."""
+"""Let checkpoints handle an unsharded model like a sharded one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def is_alone() -> bool:
 
 
 class WholeModel:
-    """A model that isn't sharded, with the attributes of Sharded that checkpoints read."""
+    """An unsharded model, with the attributes of Sharded that checkpoints use."""
 
-    # without packed (4-bit) weights, which checkpoints don't have
+    # packed (4-bit) weights are left out, because checkpoints don't have them
 
     def __init__(self, model: Any) -> None:
         found: dict[int, Slot] = {}
@@ -37,4 +37,4 @@ class WholeModel:
         self.place = ShardRank(rank, (1.0,), device, single_rank=True)
 
     def note_state(self, optimizer: Any) -> None:
-        """Do nothing, because an unsharded model doesn't count its memory."""
+        """Do nothing, because memory isn't counted for an unsharded model."""
