@@ -27,7 +27,7 @@ from .screens.base import SCREENS
 from .settings import ThemeName
 
 YOUNG_OBJECTS = 10_000  # more than a tick creates: these objects need no garbage collection
-# keys that all pages write with a capital
+# keys whose names begin with a capital letter everywhere
 SPELLED_KEYS = ("space", "tab", "esc", "enter", "home", "end")
 MakeScreen = Callable[[], Screen[None]]
 
@@ -149,7 +149,6 @@ class EvenerApp(BaseApp):
         If that creates the screen, the stylesheet is applied to it once; Textual would apply it
         twice.
         """
-        # A new screen is styled when it is created. Textual would style it a second time.
         self._makes_screen = mode not in self._screen_stacks
         made = super().switch_mode(mode)
         if self._makes_screen:
@@ -325,7 +324,7 @@ def _tune_garbage_collection() -> None:
     gc.enable()
 
 
-# colours on dark and on light, for each tone of `evener.tui.view.cells` that Textual's themes lack
+# colours on a dark and a light background for the tones of `view.cells` that Textual lacks
 _TONE_COLOURS = {
     "dim": ("#76839a", "#66717f"),
     "title": ("#93a1b8", "#4d5866"),

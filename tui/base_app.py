@@ -355,7 +355,6 @@ class BaseApp(App[int]):
         """Forget the current session and start another one; `devices` is None for a replay."""
         self.forget_session()
         self._session = SessionThread(make, self.post_message)
-        # a replay has no devices
         self._session_devices = devices or ()
         self.balance = state
         self.replays = devices is None

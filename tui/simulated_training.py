@@ -93,7 +93,6 @@ class TrainingSource(SimulatedSource):
         # New shares take effect at the next reading.
         rows = self._rule.shares
         own = [self.machine.device_seconds(place, share, True) for place, share in enumerate(rows)]
-        # `lost_speed` is the fraction of its speed that the first card has lost to heat
         own = [
             random.gauss(work, NOISE * work) / (1 - lost_speed * (not place))
             for place, work in enumerate(own)

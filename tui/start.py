@@ -42,8 +42,8 @@ def prepare_app() -> None:
 
     Raises RequestError if the app's libraries are not installed.
     """
-    # the app enables garbage collection once it has been drawn: objects made at the start stay, and
-    # scanning them is slow
+    # The app turns it on again after its first frame. The objects that are created until then stay,
+    # and scanning them is slow.
     gc.disable()
     if not has_app():
         raise RequestError(
@@ -177,7 +177,6 @@ def _drawing_on_the_terminal() -> Iterator[None]:
     if before is not None and before.isatty():
         yield
         return
-    # standard error is redirected: use the terminal of standard output
     with open(os.dup(1), "w", encoding="utf-8") as terminal:
         sys.__stderr__ = terminal  # type: ignore[misc] # declared Final in typeshed
         try:

@@ -45,7 +45,7 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.tui.text.summaries import event_line, layout_text, versus
+from evener.tui.text.summaries import event_line, gain_text, layout_text
 from evener.tui.view import balance_lines
 from evener.tui.view.balance_lines import (
     rival_lines,
@@ -441,10 +441,10 @@ def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
     figure = Interval(100.0, 99.0, 101.0)
     rival = RatedLayout("best_device", "CPU:0 alone", figure, (64, 0), "CPU:0")
     plan = RatedLayout("plan", "the plan", Interval(129.3, 128.0, 130.0), (64, 64))
-    assert versus(plan, rival) == "+29.3 %"
-    assert versus(plan, rival._replace(tie=True)) == "tie"
+    assert gain_text(plan, rival) == "+29.3 %"
+    assert gain_text(plan, rival._replace(tie=True)) == "tie"
     rough = rival._replace(rate=Interval(100.0, 99.0, 140.0))
-    assert versus(plan, rough) == "unclear"
+    assert gain_text(plan, rough) == "unclear"
 
 
 @pytest.mark.parametrize("width", [*range(51, 70), 80])

@@ -16,8 +16,8 @@ from evener.tui.view.monitor import (
     PROCESS_COLUMNS,
     PROCESSES,
     ProcessRow,
+    empty_process_text,
     identity,
-    nothing_there,
     process_details,
     process_rows,
     process_search_text,
@@ -139,7 +139,7 @@ def test_an_empty_list_of_processes_is_explained(script: Any) -> None:
         ((slice_,), "No training reports"),
         ((gpu, slice_), "is on"),
     ):
-        grid = PROCESSES._replace(nothing=nothing_there(devices))
+        grid = PROCESSES._replace(nothing=empty_process_text(devices))
         lines, _ = table_lines(grid, [], 79, 5, Position(), Order("pid"))
         assert said in lines[1].text
         assert all(span_cells(line.spans) <= 79 for line in lines)

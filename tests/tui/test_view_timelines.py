@@ -18,7 +18,7 @@ from evener.tui.view.cells import span_cells, to_ascii
 from evener.tui.view.time_graph import (
     MOST_STRETCH,
     TickWindow,
-    scale_young,
+    scale_short_history,
     ticks_per_dot,
     time_at,
 )
@@ -82,7 +82,7 @@ def test_graphs_fill_their_cells(script: Any, width: int, columns: int, ticks: i
 def test_a_low_panel_shows_the_devices_around_the_chosen_one(script: Any) -> None:
     samples = _samples(script, 8)
     past = Kept(script, samples, 3)
-    plan = place_graphs(samples, past, 80, 9, chosen="gpu-6")
+    plan = place_graphs(samples, past, 80, 9, chosen_key="gpu-6")
     assert plan is not None
     assert [each.device.index for each in plan.devices] == [5, 6, 7]
     assert place_graphs(samples, past, 80, 3) is None
@@ -136,7 +136,7 @@ def test_the_chosen_time_span_is_shown(span: float, interval: float, width: int)
 @given(st.integers(1, 6), st.integers(1, 700), st.integers(10, 90))
 def test_a_short_history_is_drawn_wide_and_whole(per_dot: int, ticks: int, width: int) -> None:
     """It fills a good part of the graph, each tick equally wide, the newest at the end."""
-    finer, stretch = scale_young(per_dot, ticks, width)
+    finer, stretch = scale_short_history(per_dot, ticks, width)
     assert finer <= per_dot
     assert stretch == 1 or finer == 1
     window = TickWindow(width, finer, ticks, stretch)

@@ -211,7 +211,6 @@ def _resume_comparison(request: Request, resume: str, fixed_option: str | None) 
     `fixed_option` is the text of `--layouts` or `--try`, which a resumed comparison can't change.
     Raises RequestError if it is given, or if the run is a search instead of a comparison.
     """
-    # `fixed_option` is an option that chooses layouts, which can't change any more
     if fixed_option:
         raise RequestError(
             "A comparison goes on with the layouts that it began with.",

@@ -189,9 +189,7 @@ def _print_summary(
     processes = max((record.world for record in records), default=0)
     if job.executable and processes < len(job.plan.layout.active):
         planned = 0.0  # the program has trained on fewer devices than the plan is for
-    # `use_before` is the CPU use when the training began
     competitors = name_competitors(use_before, read_process_use(), os.getpid(), 0.0)
-    # `rank_notes` come from `evener run`, whose shares change while it trains
     first = compare_shares(rank_notes)
     summary = summarize_training(records, guard.run, end, labels, planned, competitors, first)
     if summary is None:

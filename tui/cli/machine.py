@@ -29,7 +29,7 @@ from evener.printable import align, plain, print_notice
 from ..text.formatting import json_text
 from .options import DevicesOption, JsonOption, RayAddressOption
 
-MOST_NAMED = 8  # most devices named in the doctor's last line
+MOST_NAMED = 8  # further devices are only counted in the doctor's last line
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
 app = typer.Typer()
 

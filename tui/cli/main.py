@@ -117,7 +117,6 @@ def start(
 
 def _refuse_misplaced(context: typer.Context, command: str) -> None:
     """Raise RequestError if an app option precedes a subcommand, which would ignore it."""
-    # the command would silently ignore it
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         if source is not None and source.name == "COMMANDLINE":

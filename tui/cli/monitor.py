@@ -25,7 +25,7 @@ from ..text.formatting import json_text
 from ..text.parsing import parse_duration
 from ..view.cells import Line, Mark, Span, Tone, cut, text_lines, to_ascii
 from ..view.devices import DEVICES, PanelRow, device_rows
-from ..view.monitor import PROCESS_COLUMNS, PROCESSES, host_line, nothing_there, process_rows
+from ..view.monitor import PROCESS_COLUMNS, PROCESSES, empty_process_text, host_line, process_rows
 from ..view.table import Order, sort_rows, whole_table
 from .options import (
     OUTPUT,
@@ -165,7 +165,6 @@ def _snapshots(source: Source, pause: float, *, repeat: bool) -> Iterator[Snapsh
         except OSError as error:
             if not repeat:
                 raise _unreadable(error) from None
-            # the last snapshot again, marked as stale
             reading = stale(last, time.monotonic() - read_at, error.strerror or str(error))
         yield reading
         if not repeat:
@@ -222,7 +221,7 @@ _CODES: dict[Tone, str] = {
 def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
     """Format devices, links, processes and training runs as tables of `width` columns."""
     rows: tuple[PanelRow, ...] = device_rows(snapshot)
-    grid = PROCESSES._replace(nothing=nothing_there(snapshot.devices))
+    grid = PROCESSES._replace(nothing=empty_process_text(snapshot.devices))
     shown = sort_rows(PROCESS_COLUMNS, process_rows(snapshot), Order("memory"))
     parts = [host_line(snapshot, width), *whole_table(DEVICES, rows, width)]
     parts += _link_lines(snapshot, width)
@@ -275,8 +274,7 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 
 def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
     """Yield a table of the training runs, then the details of each run that has several ranks."""
-    # A training with a single process and no id is only listed in the table, which already shows
-    # all of its values.
+    # The table already shows everything about a training with a single process and no id.
     rows = _join(snapshot)
     if not rows:
         return
@@ -284,7 +282,6 @@ def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
 
     yield Line()
     yield from whole_table(TRAININGS, rows, width)
-    # the table shows everything about other trainings
     for row in rows:
         if not row.training and len(row.ranks) < 2:
             continue

@@ -39,7 +39,6 @@ class _GuardedFile(io.FileIO):
     """
 
     def __init__(self, descriptor: int, raises: bool) -> None:
-        # if `raises`, the first failed write raises ReaderGoneError or OutputError
         super().__init__(descriptor, "w", closefd=False)
         self._raises = raises
         self._is_terminal = os.isatty(descriptor)  # unknown after a hang-up

@@ -125,7 +125,6 @@ def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, 
     aren't whole numbers.
     """
     if gpus is None:
-        # the first devices will be used
         return spec, None
     numbers = [gpu for gpu in gpus if re.fullmatch("[0-9]{1,6}", gpu)]
     if len(set(numbers)) != len(gpus):
@@ -136,7 +135,6 @@ def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, 
         return spec, tuple(int(gpu) for gpu in gpus)
     from evener.devices.discover import discover
 
-    # select only these devices
     kind = discover(spec).devices[0].kind
     return f"{kind}:{','.join(gpus)}", tuple(range(len(gpus)))
 

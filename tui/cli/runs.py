@@ -45,7 +45,7 @@ _KEYS: dict[str, Callable[[RunSummary], Any]] = {
     "time": lambda one: -one.seconds,
 }
 _WIDEST_TEXT = 40
-MOST_DEVICES = 4  # most devices of a run that are named
+MOST_DEVICES = 4  # maximum number of devices named for a run
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
 ForceOption = Annotated[
     bool, typer.Option("--force", "-f", help="Replace the file if it is there.")

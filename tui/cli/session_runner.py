@@ -32,7 +32,7 @@ from .output import ReaderGoneError, report_fault
 if TYPE_CHECKING:
     from rich.live import Live
 
-MOST_DEVICES = 20  # most devices that are shown
+MOST_DEVICES = 20  # maximum number of devices shown
 PRESSED_TWICE_SECONDS = 1.0  # a second signal within this time is ignored
 
 

@@ -10,7 +10,7 @@ from evener.balancer.number_format import join_words
 from evener.errors import EvenerError, RequestError
 from evener.printable import plain
 
-MOST_SHOWN = 60  # most characters of a given value in a message
+MOST_SHOWN = 60  # maximum number of characters of the user's value in a message
 _NUMBERS = {"int": "a whole number", "integer": "a whole number", "float": "a number"}
 _REFUSED = re.compile(r"^'?(?P<given>.*?)'? is not (a valid|in the range|one of) ", re.DOTALL)
 _EXTRA = re.compile(r"^Got unexpected extra arguments? ?\(?s?\)? ?\((?P<given>.*)\)", re.DOTALL)

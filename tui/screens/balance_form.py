@@ -47,7 +47,7 @@ COMPLAINT_ROWS = 4
 MOST_DEVICE_ROWS = 6
 LEAST_MODEL_ROWS, MOST_MODEL_ROWS = 3, 16
 LESSON_ROWS = 9  # lines of the lesson below the form, which says what a search does
-ROWS_BESIDE_LESSON = 6  # least lines of models if the lesson is shown
+ROWS_BESIDE_LESSON = 6  # minimum number of lines for models if the lesson is shown
 _BUTTON_CELLS = 30
 _FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none"))
 _MORE_FIELDS = {"max_global_batch": "", "tolerance": "0.02", "max_slowdown": "", "settings": ""}
@@ -450,9 +450,6 @@ class BalanceForm(UsesApp, Vertical):
         the error is about the model if the message contains its file, and otherwise about the
         devices.
         """
-        # Without an option, the model is at fault if the message mentions its file, else the
-        # devices.
-        # `option_field` is the field of the option in the message, or ""
         if option_field == "own" and self.model.name:
             return "pick-workload"
         if option_field and self.query(f"#{option_field}"):

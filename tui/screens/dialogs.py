@@ -203,7 +203,7 @@ class FieldDialog(Dialog[bool]):
         raise NotImplementedError
 
 
-MOST_NAMED = 8  # most processes listed; the others are counted
+MOST_NAMED = 8  # further processes are only counted
 _MEANINGS = {
     "INT": "like Ctrl-C: most trainings save and stop",
     "TERM": "asks the process to end",

@@ -22,10 +22,10 @@ from ..view.monitor import (
     alert_lines,
     arrange,
     device_details,
+    empty_process_text,
     host_line,
     identity,
     note_lines,
-    nothing_there,
     process_details,
     process_rows,
     process_search_text,
@@ -307,7 +307,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
             if 0 <= now - at <= STAY_SECONDS
         }
         self._seen = kept | {identity(process): (process, now) for process in snapshot.processes}
-        self._nothing = nothing_there(snapshot.devices)
+        self._nothing = empty_process_text(snapshot.devices)
         self.set_data(
             process_rows(snapshot, [each for each, at in self._seen.values() if at != now])
         )

@@ -33,7 +33,7 @@ from ..view.cells import whole_lines
 from .dialogs import DetailsDialog, FieldDialog, confirm
 
 MORE_SECONDS = 300.0
-MOST_ERROR_BYTES = 1 << 20  # most bytes shown of what failing child processes wrote
+MOST_ERROR_BYTES = 1 << 20  # maximum number of bytes shown of what failing child processes wrote
 _FRAME = re.compile(r'^  File "([^"\n]+)", line .*\n(?:    .*\n)*', re.MULTILINE)
 _FOREIGN = re.compile(
     rf"<|{re.escape(str(Path(evener.__file__).parent))}/|.*/lib/python3|.*/(?:site|dist)-packages/"

@@ -18,7 +18,7 @@ from ..view.cells import Line, Mark, Span, line, text_lines
 from ..widgets.lines import Lines
 from .dialogs import Dialog
 
-TEXT_ROWS = 2  # most lines of a way's description
+TEXT_ROWS = 2  # maximum number of lines of an entry's description
 
 
 class StartChoice(NamedTuple):
@@ -43,7 +43,7 @@ class StartChoices(Lines):
         super().__init__(id="start-choices")
         self.choices: tuple[StartChoice, ...] = ()
         self.cursor = 0
-        self._first_rows: list[int] = []  # index of the first line of each way to begin
+        self._first_rows: list[int] = []  # index of the first line of each entry
 
     def offer(self, choices: tuple[StartChoice, ...]) -> None:
         """Set the entries of the list."""

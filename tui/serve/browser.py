@@ -34,7 +34,7 @@ except ImportError:
 
 HOST = "127.0.0.1"
 SHUTDOWN_SECONDS = 5.0  # seconds for the visitors' processes to end
-MOST_SILENT = 64  # most open connections without a request from the user's page
+MOST_SILENT = 64  # maximum number of open connections without a request from the user's page
 SILENT_SECONDS = 10.0  # how long each of them may stay open
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REFUSED = "Open the address that evener printed, in a browser on this machine."

@@ -32,7 +32,7 @@ except ImportError:
         "Metrics need prometheus-client.", "Install it: pip install 'evener[metrics]'."
     ) from None
 
-MOST_CLIENTS = 64  # most simultaneous connections
+MOST_CLIENTS = 64  # maximum number of simultaneous connections
 REQUEST_SECONDS = 10.0  # seconds from a connection to the end of its response
 CUT_SECONDS = 0.1  # seconds between checks whether a connection that was cut off is closed
 WHAT_IS_SERVED = (

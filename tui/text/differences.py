@@ -8,7 +8,7 @@ from evener.balancer.number_format import milliseconds, percent, rate
 from evener.balancer.store.compared import PhaseDifference, RunDifference
 from evener.printable import align
 
-# an upper limit of the slowdown, relative to the allowed one, from which the question stays open
+# if the interval of the slowdown goes beyond this multiple of the allowed one, the answer is open
 OPEN = 2.0
 LONGER = "train both for longer, or on cores that nothing else uses"
 

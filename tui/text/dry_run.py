@@ -1,4 +1,4 @@
-"""Text of a dry run."""
+"""Text of a dry run, which tries a model for a few steps before a search."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from evener.printable import align, plain
 
 
 def dry_run_lines(result: DryRunResult) -> list[str]:
-    """Return what was tried, and a table of what fits in each device's memory."""
+    """Return lines that say what was tried, and a table of what fits in each device's memory."""
     return [
         *(f"note: {plain(note)}" for note in result.notes),
         plain(result.write_tried(), 1000),

@@ -1,4 +1,4 @@
-"""The HTML report of a search, a single page without scripts."""
+"""The HTML report of a search, which is a single page without scripts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .formatting import energy_cells, unbroken
 from .page_chart import SERIES, draw_curves
 from .run_report import THE_PLAN, MeasuredCurve, ReportData, read_report, write_layout
 from .stages import STAGE_WORDS
-from .summaries import layout_text, outcome_text, versus, write_part
+from .summaries import gain_text, layout_text, outcome_text, write_device_share
 
 REPORT_FORMATS = (".html",)
 STAGES = {"alone": SERIES[0], "together": SERIES[2], "packed": SERIES[3], "in turn": SERIES[1]}
@@ -64,7 +64,7 @@ class Html(str):
 def save_report(name: str, output: Path) -> None:
     """Write the report of the run called `name` to an .html file.
 
-    Raises RequestError for another file name ending.
+    Raises RequestError if the file name doesn't end in .html.
     """
     if output.suffix not in REPORT_FORMATS:
         raise RequestError(f"-o {output} doesn't end in .html.", "Name it report.html.")
@@ -114,36 +114,44 @@ def _verdict_html(report: ReportData) -> Iterator[str]:
     if written is not None:
         yield f"<p>{unbroken(escape(plain(f'{written.rate}: {written.description}', 1000)))}</p>"
     top = max(rival.rate.value for rival in report.rivals)
-    rows = [_row_of_rival(report, rival, top) for rival in report.rivals]
+    rows = [_rival_row(report, rival, top) for rival in report.rivals]
     head = ("", "", "samples/s", "plan faster by")
     yield _draw_table(head, rows, range(2, 4), "gains")
     if report.steps:
         yield f"<pre>{escape(chr(10).join(report.steps))}</pre>"
 
 
-def _row_of_rival(report: ReportData, rival: RatedLayout, top: float) -> tuple[str, Html, str, str]:
-    """Return a layout's name, bar, samples/s and the plan's gain over it; `top` fills a bar."""
+def _rival_row(
+    report: ReportData, rival: RatedLayout, max_speed: float
+) -> tuple[str, Html, str, str]:
+    """Return a layout's name, a bar, its samples/s, and the plan's gain over it.
+
+    The bar is full at `max_speed` samples/s.
+    """
     plan = report.rivals[0]
     own = rival is plan
     value = rival.rate.value
     words = rate(value) if is_known(rival.rate) else f"~{rate(value)}"
-    gain = "" if own else versus(plan, rival)
+    gain = "" if own else gain_text(plan, rival)
     if rival.paired is not None and gain.startswith(("+", "-")):
         gain = f"{gain} in turns"
-    bar = _bar((value, SERIES[2] if own else SERIES[0], 1), most=top)
+    bar = _bar((value, SERIES[2] if own else SERIES[0], 1), full_length=max_speed)
     return PLAN_NAME if own else plain(rival.name, 40), bar, words, gain
 
 
 def _remarks(report: ReportData) -> Sequence[str]:
-    """Return the remarks of the verdict, without the recommendation at its beginning."""
+    """Return the remarks of the verdict, but not its first sentence, the recommendation."""
     if report.written is not None:
         return [plain(words, 1000) for words in report.written.remarks]
     return [plain(line, 1000) for line in report.verdict.split("\n")[1:]]
 
 
-def _bar(*parts: tuple[float, str, float], most: float) -> Html:
-    """Return a horizontal bar of (length, colour, opacity) parts; a full bar has length `most`."""
-    scale = 100 / most if most else 0
+def _bar(*parts: tuple[float, str, float], full_length: float) -> Html:
+    """Return a horizontal bar made of (length, colour, opacity) parts.
+
+    The parts fill the bar if their lengths add up to `full_length`.
+    """
+    scale = 100 / full_length if full_length else 0
     pieces = (
         f'<i style="width:{length * scale:.2f}%;background:{colour};opacity:{opacity:g}"></i>'
         for length, colour, opacity in parts
@@ -157,9 +165,9 @@ def _shares(report: ReportData) -> str:
         (
             label,
             plain(share.name, 60),
-            write_part(share),
+            write_device_share(share),
             f"{share.ratio:.3f}",
-            _bar((share.ratio, SERIES[number % len(SERIES)], 1), most=1),
+            _bar((share.ratio, SERIES[number % len(SERIES)], 1), full_length=1),
         )
         for number, (label, share) in enumerate(zip(report.labels, layout.share, strict=True))
     ]
@@ -180,7 +188,7 @@ def _legend(report: ReportData) -> str:
 
 
 def _describe_curve(curve: MeasuredCurve) -> str:
-    """Return the highest samples/s of a curve, with its batch."""
+    """Return the highest samples/s of a curve, and the batch size at which it was reached."""
     if not curve.points:
         return ": not measured alone"
     batch, speed = max(curve.points, key=lambda point: point[1])
@@ -227,24 +235,40 @@ def _ranking(report: ReportData) -> str:
 
 
 def _ranking_row(
-    bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
+    evidence: Evidence, header: Header, with_tokens: bool, with_energy: bool, max_speed: float
 ) -> tuple[str, ...]:
-    """Return the cells of a layout in the ranking."""
+    """Return the table cells of a layout in the ranking.
+
+    `with_tokens` and `with_energy` add cells for tokens/s and energy. The layout's bar is full at
+    `max_speed` samples/s.
+    """
     # The faint end of the bar is the 95 % interval.
-    throughput = bar.throughput
-    speed = bar.throughput.samples_per_second
-    colour = SERIES[2] if bar.name == THE_PLAN else SERIES[0]
+    throughput = evidence.throughput
+    speed = evidence.throughput.samples_per_second
+    colour = SERIES[2] if evidence.name == THE_PLAN else SERIES[0]
+    samples = evidence.layout.global_batch * evidence.layout.processes
+    step_ms = samples / speed * 1000 if speed else 0.0
     return (
-        bar.name,
-        write_layout(bar.layout, header),
+        evidence.name,
+        write_layout(evidence.layout, header),
         _bar(
-            (throughput.low, colour, 1), (throughput.high - throughput.low, colour, 0.5), most=most
+            (throughput.low, colour, 1),
+            (throughput.high - throughput.low, colour, 0.5),
+            full_length=max_speed,
         ),
         rate(speed),
-        *((rate(throughput.tokens_per_second), percent(throughput.padding, 1)) if tokens else ()),
+        *(
+            (rate(throughput.tokens_per_second), percent(throughput.padding, 1))
+            if with_tokens
+            else ()
+        ),
         f"{rate(throughput.low)} – {rate(throughput.high)}",
-        *(energy_cells(speed, throughput.active_watts, throughput.idle_watts) if energy else ()),
-        f"{bar.layout.global_batch * bar.layout.processes / speed * 1000 if speed else 0.0:.2f}",
+        *(
+            energy_cells(speed, throughput.active_watts, throughput.idle_watts)
+            if with_energy
+            else ()
+        ),
+        f"{step_ms:.2f}",
     )
 
 
@@ -259,7 +283,7 @@ def _draw_timeline(report: ReportData) -> str:
         stage = STAGE_WORDS[probe.stage]
         start = max(0.0, entry.at_seconds - entry.seen.elapsed_seconds)  # on the session's clock
         colour = STAGES.get(stage, OTHER) if isinstance(entry.seen, Timed) else FAILED
-        when = _bar((start, colour, 0), (entry.at_seconds - start, colour, 1), most=most)
+        when = _bar((start, colour, 0), (entry.at_seconds - start, colour, 1), full_length=most)
         times = f"{start:.1f}", f"{entry.at_seconds:.1f}"
         rows.append((when, *times, stage, plain(layout_text(probe.layout, labels)), result))
     head = ("", "from s", "to s", "measured", "layout", "result")
@@ -268,7 +292,7 @@ def _draw_timeline(report: ReportData) -> str:
 
 
 def _stage_legend(report: ReportData) -> str:
-    """Return the legend of the timeline's colours."""
+    """Return the legend that explains the timeline's colours."""
     stages = dict.fromkeys(STAGE_WORDS[entry.seen.probe.stage] for entry in report.seen)
     colours = {stage: STAGES.get(stage, OTHER) for stage in stages}
     if not all(isinstance(entry.seen, Timed) for entry in report.seen):
@@ -308,7 +332,6 @@ def _draw_table(
     - `rare`: the columns that are hidden on phones.
     """
 
-    # phones hide rare columns
     def classes(column: int) -> str:
         names = (("number", column in numbers), ("rare", column in rare))
         chosen = " ".join(name for name, applies in names if applies)

@@ -1,4 +1,4 @@
-"""The report's SVG chart: samples/s of each device against the batch size."""
+"""The report's SVG chart, which plots samples/s of each device against the batch size."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ BELOW = 34
 MOST_TICKS = 6
 
 
-def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
-    """Return 0 and up to `most` multiples of a round step, not above `high`."""
+def round_ticks(high: float, max_ticks: int = MOST_TICKS) -> list[float]:
+    """Return 0 and up to `max_ticks` multiples of a round number that are not above `high`."""
     if high <= 0:
         return [0.0]
-    power = 10.0 ** math.floor(math.log10(high / most))
+    power = 10.0 ** math.floor(math.log10(high / max_ticks))
     for factor in (1, 2, 5, 10, 20):
         step = power * factor
         count = int(high / step + 1e-9)
-        if count <= most:
+        if count <= max_ticks:
             break
     return [step * number for number in range(count + 1)]
 
 
-def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
-    """Return up to `most` round tick positions on a logarithmic axis from `low` to `high`."""
+def round_log_ticks(low: float, high: float, max_ticks: int = MOST_TICKS) -> list[float]:
+    """Return up to `max_ticks` round numbers from `low` to `high`, for a logarithmic axis."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for round_ in ((1, 2, 5), (1, 5), (1,)):
         ticks = [step * 10.0**power for power in powers for step in round_]
         inside = [tick for tick in ticks if low <= tick <= high]
-        if len(inside) <= most:
+        if len(inside) <= max_ticks:
             return inside
-    return inside[:: -(-len(inside) // most)]
+    return inside[:: -(-len(inside) // max_ticks)]
 
 
 class _Axes:
@@ -70,10 +70,10 @@ class _Axes:
 
 
 def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
-    """Return an SVG chart of each device's samples/s by batch size.
+    """Return an SVG chart of each device's samples/s at each batch size.
 
-    A dashed line shows the fastest layout at each batch. Its points, `frontier`, are (batch,
-    samples/s, worth); the worth is the samples/s in small batches that would learn as much.
+    A dashed line shows the fastest layout at each batch size. Its points, `frontier`, are tuples of
+    the batch size, the samples/s, and the samples/s with small batches that would learn as much.
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]

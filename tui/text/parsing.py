@@ -1,4 +1,4 @@
-"""Parse what users type in options and in the form: durations, numbers, settings, devices."""
+"""Parse what users type as options or in the form, such as durations, settings and devices."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def make_request(
     noise_scale: str | None = None,
     **fields: Any,
 ) -> Request:
-    """Build a request from the texts of options; `fields` go to `Request` unchanged.
+    """Build a request from the texts of options; `fields` are passed to `Request` unchanged.
 
     - `settings`: key=value pairs for the workload.
     - `budget`: a duration such as "5m", or "none".
@@ -126,7 +126,7 @@ def parse_max_slowdown(text: str) -> float:
     number = text.strip()
     part = _parse_number(number.removesuffix("%"), "--max-slowdown")
     if not 0 <= part < math.inf:
-        raise _misread("--max-slowdown", text, "a part", "10% or 0.1")
+        raise _option_error("--max-slowdown", text, "a part", "10% or 0.1")
     return part / 100 if number.endswith("%") else part
 
 
@@ -140,12 +140,12 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
         return measured.scale, measured.batch or None
     rows = _parse_number(_THOUSANDS.sub("", text), "--noise-scale")
     if not 1 <= rows < ENDLESS:
-        raise _misread("--noise-scale", text, "a number of rows, 1 or more", "3900")
+        raise _option_error("--noise-scale", text, "a number of rows, 1 or more", "3900")
     return NoiseScale(rows, rows, rows, 0), None
 
 
 def _default_framework(workload: str | None) -> str:
-    """Return the framework for a workload when the user names none."""
+    """Return the framework for a workload if the user doesn't choose one."""
     # A built-in workload has a framework, and a user's file imports one. Otherwise the default is
     # an installed framework, tensorflow before torch.
     installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
@@ -159,13 +159,13 @@ def _default_framework(workload: str | None) -> str:
     return installed if own == "none" else own
 
 
-def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
-    """Return the error for an option whose text isn't of the expected kind."""
-    return RequestError(f"{option} {text!r} is not {kind}.", f"Write it like {example}.")
+def _option_error(option: str, text: str, expected: str, example: str) -> RequestError:
+    """Return the error for an option whose text isn't what was expected."""
+    return RequestError(f"{option} {text!r} is not {expected}.", f"Write it like {example}.")
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """Parse key=value pairs, the values as JSON where possible and as text otherwise.
+    """Parse key=value pairs. Values that aren't valid JSON are kept as text.
 
     Raises RequestError for text without a key or "=", and for values that can't be stored.
     """
@@ -173,7 +173,7 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, separator, text = pair.partition("=")
         if not separator or not key:
-            raise _misread("--set", pair, "key=value", "--set layers=4")
+            raise _option_error("--set", pair, "key=value", "--set layers=4")
         settings[key] = _parse_value(text)
         try:
             msgspec.json.encode({key: settings[key]})
@@ -209,33 +209,33 @@ def parse_budget(text: str) -> float | None:
     return None if text == "none" else parse_duration(text, "--budget")
 
 
-def parse_duration(text: str, name: str) -> float:
+def parse_duration(text: str, option: str) -> float:
     """Return the seconds of a duration such as 90, 90s, 10m, 1h30m or 30d.
 
-    Raises RequestError for other text; `name` is the option to blame.
+    Raises RequestError for other text; the message names `option`.
     """
     given = text.strip()
     if re.fullmatch(r"\d+(\.\d+)?", given):
         given += "s"
     parts = _PART.findall(given)
     if not parts or _PART.sub("", given):
-        raise _misread(name, text, "a time", "90s, 10m, 1h30m or 30d")
+        raise _option_error(option, text, "a time", "90s, 10m, 1h30m or 30d")
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
-def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """Return a `--devices` text for only the chosen ones of the devices that `spec` names.
+def select_devices(spec: str, devices: Sequence[Device], positions: Sequence[int]) -> str:
+    """Return a value for `--devices` that names only the devices of `spec` at some positions.
 
-    `chosen` are positions in `devices`. Raises RequestError if none is chosen, or for a part of a
-    simulated machine's file.
+    `positions` are indices in `devices`, which are all devices of `spec`. Raises RequestError if
+    there are none, or if `spec` is the file of a simulated machine and some are left out.
     """
-    if not chosen:
+    if not positions:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")
-    if len(chosen) == len(devices):
+    if len(positions) == len(devices):
         return spec
-    picked = [devices[position] for position in chosen]
+    picked = [devices[position] for position in positions]
     if find_backend(picked[0].kind).simulated:
-        return _select_simulated(spec, devices, chosen)
+        return _select_simulated(spec, devices, positions)
     return ",".join(_select_on_host(host, own) for host, own in group_by_host(picked).items())
 
 
@@ -251,38 +251,38 @@ def _limited(name: str, device: Device) -> str:
     return f"{name}@{write_limit(device.limit)}" if device.limit else name
 
 
-def _select_simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
+def _select_simulated(spec: str, devices: Sequence[Device], positions: Sequence[int]) -> str:
     kind = f"{devices[0].kind}:"
     pieces = [piece.strip().removeprefix(kind) for piece in spec.split(",")]
     if len(pieces) != len(devices):
         raise RequestError(
             "A machine file can't be used in part.", "Tick every device, or write a smaller file."
         )
-    return kind + ",".join(pieces[position] for position in chosen)
+    return kind + ",".join(pieces[position] for position in positions)
 
 
-def parse_samples(text: str, name: str) -> int:
-    """Parse a whole number of samples, with or without spaces; `name` is the option to blame.
+def parse_samples(text: str, option: str) -> int:
+    """Parse a whole number of samples, with or without spaces.
 
-    Raises RequestError for other text.
+    Raises RequestError for other text; the message names `option`.
     """
     try:
         return int(text.replace(" ", ""))
     except ValueError:
         raise RequestError(
-            f"{name} {text!r} is not a whole number.", "Give samples, like 1024."
+            f"{option} {text!r} is not a whole number.", "Give samples, like 1024."
         ) from None
 
 
-def _parse_number(text: str, name: str) -> float:
-    """Parse a number; `name` is the option that a RequestError blames."""
+def _parse_number(text: str, option: str) -> float:
+    """Parse a number, or raise RequestError with a message that names `option`."""
     try:
         return float(text)
     except ValueError:
-        raise _misread(name, text, "a number", "0.5") from None
+        raise _option_error(option, text, "a number", "0.5") from None
 
 
-def request_fields(typed: Mapping[str, str]) -> dict[str, Any]:
+def request_fields(texts: Mapping[str, str]) -> dict[str, Any]:
     """Convert the text of form fields to arguments of `make_request`, and leave out empty ones.
 
     Raises RequestError for a number that can't be parsed.
@@ -294,7 +294,7 @@ def request_fields(typed: Mapping[str, str]) -> dict[str, Any]:
         "tolerance": _parse_number,
         "pace": _parse_number,
     }
-    filled = {name: text.strip() for name, text in typed.items() if text.strip()}
+    filled = {name: text.strip() for name, text in texts.items() if text.strip()}
     return {
         name: readers[name](text, f"--{name.replace('_', '-')}") if name in readers else text
         for name, text in filled.items()

@@ -1,4 +1,4 @@
-"""Tables and JSON of `evener compare`: layouts by speed, scaling, and packing."""
+"""Tables and JSON of `evener compare`, which compares layouts by their speed."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def ranking_table(report: SearchReport, labels: Sequence[str]) -> Table:
         rows.append(
             (
                 title,
-                where(one, labels),
+                describe_devices(one, labels),
                 *_token_cells(report, one),
                 rate(one.throughput.value),
                 half_width(one.throughput.value, one.throughput.low, one.throughput.high),
                 *(_energy_cells(one, power) if energy else ()),
                 f"{one.step.value * 1000:.2f}",
                 "-" if waiting is None else percent(waiting, 1),
-                against(one, standings[0]),
+                describe_gain(one, standings[0]),
                 str(one.turns),
             )
         )
@@ -74,7 +74,7 @@ def ranking_table(report: SearchReport, labels: Sequence[str]) -> Table:
 
 
 def _token_cells(report: SearchReport, ranked: RankedLayout) -> tuple[str, ...]:
-    """Return the table cells for tokens/s and padding; empty if rows have no lengths."""
+    """Return the table cells for tokens/s and padding, or none if the rows have no lengths."""
     if not report.mean_length:
         return ()
     padding = padding_share(report.turns_of(ranked.candidate.layout))
@@ -86,7 +86,7 @@ def _energy_cells(ranked: RankedLayout, power: Power | None) -> tuple[str, str, 
     return energy_cells(ranked.throughput.value, power.active_watts, power.idle_watts)
 
 
-def where(ranked: RankedLayout, labels: Sequence[str]) -> str:
+def describe_devices(ranked: RankedLayout, labels: Sequence[str]) -> str:
     """Return the devices of a layout with their shares, such as "GPU:0[640] GPU:1[384]"."""
     layout = ranked.candidate.layout
     if layout.traits.placed:
@@ -95,11 +95,11 @@ def where(ranked: RankedLayout, labels: Sequence[str]) -> str:
     return words if layout.processes == 1 else f"{layout.processes} x {words}"
 
 
-def against(ranked: RankedLayout, winner: RankedLayout) -> str:
+def describe_gain(ranked: RankedLayout, winner: RankedLayout) -> str:
     """Return a layout's gain or loss against the winner, such as "-9.0 % (-9.4 to -8.6)".
 
     The numbers in parentheses are the 95 % interval. For the winner itself, returns "chosen". A
-    remark may come first:
+    remark may precede the numbers:
 
     - "tie": equally fast.
     - "unclear": perhaps a tie.
@@ -124,7 +124,7 @@ def against(ranked: RankedLayout, winner: RankedLayout) -> str:
 
 
 def packing_tables(report: SearchReport) -> list[Table]:
-    """Return a table for each way to run several training runs side by side on one device."""
+    """Return a table for each way to run several training runs at the same time on one device."""
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
     packs = report.packings
     return [
@@ -150,7 +150,7 @@ def _pack_row(observation: Observation) -> tuple[str, str, str, str, str]:
 
 
 def scaling_table(report: SearchReport) -> Table:
-    """Return a table that compares equal shares over 1, 2 and more devices with one device.
+    """Return a table that shows how equal shares scale from one device to several.
 
     It is empty unless equal shares and one device alone were measured.
     """
@@ -177,7 +177,7 @@ def scaling_table(report: SearchReport) -> Table:
 
 
 def ranking_json(report: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
-    """Return the compared layouts and packings as JSON data, with units in the keys' names."""
+    """Return the compared layouts and packings as JSON data. The keys name the units."""
     standings = report.ranking
     titles = name_all([standing.candidate for standing in standings], len(labels))
     return {

@@ -1,4 +1,4 @@
-"""The data of a run's report."""
+"""The data for the report of a run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from evener.devices.types import Device
 from evener.plan.file import Evidence, Plan, PlanLayout
 from evener.printable import plain
 
-from .summaries import write_part
+from .summaries import write_device_share
 
-THE_PLAN = "the plan"  # its name in the ranking
+THE_PLAN = "the plan"  # the plan's name in the ranking
 
 
 class MeasuredCurve(msgspec.Struct, frozen=True):
-    """The speed of one device alone.
+    """The speed of one device that trains alone, at several batch sizes.
 
-    - `points`: (batch, samples/s) of each batch that was measured, by batch.
-    - `failed_batch`: the smallest batch that ran out of memory, or None.
+    - `points`: (batch size, samples/s) of each measurement, sorted by batch size.
+    - `failed_batch`: the smallest batch size that ran out of memory, or None.
     """
 
     label: str
@@ -131,6 +131,6 @@ def write_layout(layout: PlanLayout, header: Header) -> str:
     """Return the devices of a layout with their shares, such as "GPU:0[640] + GPU:1[384]"."""
     parts = zip(header.devices, layout.share, strict=True)
     where = " + ".join(
-        f"{each.label}[{write_part(share)}]" for each, share in parts if share.takes_part
+        f"{each.label}[{write_device_share(share)}]" for each, share in parts if share.takes_part
     )
     return f"{layout.processes} x {where}" if layout.processes > 1 else where

@@ -1,4 +1,4 @@
-"""Text about probes, plans, results and training runs."""
+"""Text about probes (the measurements of a search), plans, results and training runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from evener.training.noise_scale import describe
 from .formatting import Table, energy_cells, folded
 from .stages import STAGE_WORDS
 
-DOUBTS = {  # doubts about a measurement, printed after its samples/s
+DOUBTS = {  # warnings about a measurement, printed after its samples/s
     "not_finite": "loss not finite",
     "slow_start": "still warming up",
     "drift": "speed drifting",
@@ -77,7 +77,7 @@ _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 
 
 def list_doubts(seen: Timed) -> list[str]:
-    """Return a few words for each warning about a measurement, such as "steps vary a lot"."""
+    """Return a short phrase for each warning about a measurement, such as "steps vary a lot"."""
     # A few steps always vary, so "steps vary a lot" is left out after a short measurement.
     codes = [warning.code for warning in seen.warnings]
     if "too_short" in codes:
@@ -96,7 +96,7 @@ def event_line(event: Event, labels: Sequence[str]) -> str | None:
 
 
 def _brief_text(seen: Observation, labels: Sequence[str]) -> str:
-    """Describe a measurement in one line, with errors cut short."""
+    """Describe a measurement in one line. Long errors are shortened."""
     # An exception is only named by its class, because the end of the search reports its message,
     # the source line and the file with the traceback.
     if not isinstance(seen, Failed):
@@ -110,7 +110,7 @@ def _brief_text(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def budget_left_text(state: SessionState) -> str:
-    """Return ", at most 1 min left" with the time left of the budget, or "" without a budget."""
+    """Return the time left of the budget, as in ", at most 1 min left", or "" without a budget."""
     # The clock of simulated devices differs from the wall clock, so their time is marked.
     left = seconds_left(state)
     simulated = is_simulated(state.devices)
@@ -131,7 +131,7 @@ def brief_devices(labels: Sequence[str]) -> str:
 
 
 def observation_text(seen: Observation, labels: Sequence[str]) -> str:
-    """Describe a measurement in one line: stage, layout and outcome."""
+    """Describe a measurement in one line by its stage, layout and outcome."""
     return (
         f"{_stage_text(seen)} {layout_text(seen.probe.layout, labels)}: "
         f"{outcome_text(seen, labels)}"
@@ -172,7 +172,10 @@ def outcome_name(seen: Observation) -> str:
 
 
 def share_text(layout: Layout, device: int) -> str:
-    """Return a device's rows per step, and per gradient-accumulation pass if there are several."""
+    """Return the rows of a device in a step, as text.
+
+    If the device accumulates gradients over several passes, the text includes the rows of a pass.
+    """
     # A device without rows only holds a part of the model's state.
     if not layout.shares[device]:
         return STATE_ONLY
@@ -180,14 +183,17 @@ def share_text(layout: Layout, device: int) -> str:
     return f"{share} of {layout.length} tokens" if layout.length else share
 
 
-def layout_text(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
-    """Describe a layout in at most `most` parts: its devices with their shares, and options."""
+def layout_text(layout: Layout, labels: Sequence[str], max_parts: int = 8) -> str:
+    """Describe a layout by its devices, their shares and its options.
+
+    If there are more than `max_parts` of these, the last ones are only counted.
+    """
     words = [f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
         words.insert(0, f"{layout.processes} x")
     words += [f"({plain(word, 40)})" for word in (layout.placement, *layout.knobs) if word]
-    if len(words) > most:
-        words = [*words[: most - 1], f"and {len(words) - most + 1} more"]
+    if len(words) > max_parts:
+        words = [*words[: max_parts - 1], f"and {len(words) - max_parts + 1} more"]
     return " ".join(words)
 
 
@@ -197,14 +203,14 @@ def summary_lines(
     verdict: str = "",
     width: int | None = None,
     found: Verdict | None = None,
-    steps: Sequence[str] = (),
+    next_commands: Sequence[str] = (),
 ) -> list[str]:
-    """Return the result of a search: the plan's shares, its alternatives, and the verdict.
+    """Return the result of a search, which is the plan's shares, its alternatives, and the verdict.
 
     - `verdict`: the verdict as text, for runs that have no `found`.
     - `width`: where to wrap lines; None doesn't wrap.
     - `found`: the verdict as data.
-    - `steps`: commands to run next.
+    - `next_commands`: commands that the user can run next.
     """
     frontier = frontier_table(found).lines()
     rivals = [
@@ -215,13 +221,13 @@ def summary_lines(
     tables = [*about_lines(plan, found, width), *share_table(plan, labels, width), "", *rivals]
     if frontier:
         tables += ["", *frontier[:-1]]
-    return [*tables, "", *verdict_lines(plan, verdict, width, found, steps)]
+    return [*tables, "", *verdict_lines(plan, verdict, width, found, next_commands)]
 
 
 def about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[str]:
     """Return the workload, framework and precision, and whether devices are simulated.
 
-    Empty without a structured verdict (`found`).
+    Returns no lines for an old run, which has no verdict as data (`found`).
     """
     if found is None:
         return []
@@ -242,11 +248,11 @@ def verdict_lines(
     verdict: str,
     width: int | None,
     found: Verdict | None = None,
-    steps: Sequence[str] = (),
+    next_commands: Sequence[str] = (),
 ) -> list[str]:
     """Return the recommendation, next steps, warnings, and how the search ended.
 
-    Without a structured verdict (`found`), the stored text `verdict` is used.
+    For an old run without a verdict as data (`found`), the text `verdict` is used.
     """
     first, *others = verdict.split("\n")
     written = VerdictText(
@@ -257,7 +263,7 @@ def verdict_lines(
         written = write_verdict(found)
         mentioned = (*written.doubts, SIMULATED) if found.simulated else written.doubts
     head = [line for line in (written.recommendation, written.headline) if line]
-    texts = [plain(line, 2000) for line in (*head, *steps)]
+    texts = [plain(line, 2000) for line in (*head, *next_commands)]
     texts += [f"warning: {plain(doubt)}" for doubt in written.doubts]
     texts += [plain(remark, 2000) for remark in written.remarks]
     if plan.search.probes:
@@ -268,7 +274,7 @@ def verdict_lines(
 
 
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
-    """Return the number of probes of a search, its duration, and why it stopped."""
+    """Return the number of probes in a search, how long it took, and why it stopped."""
     # The reason is left out if it would contradict the recommendation to measure again.
     failed = found.failed if found is not None else 0
     full = search.out_of_memory
@@ -295,7 +301,7 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
             (
                 label + (f" @{plain(share.limit, 32)}" if share.limit else ""),
                 plain(share.name, 32),
-                write_part(share),
+                write_device_share(share),
                 f"{share.ratio:.3f}",
                 rate(share.ratio * combined) if share.batch and known else "-",
                 "",
@@ -318,26 +324,35 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
     ]
 
 
-def write_part(share: Share) -> str:
-    """Return a share's rows as text; without rows, "left out" or that it holds state only."""
+def write_device_share(share: Share) -> str:
+    """Return the rows of a device as text.
+
+    For a device without rows, says that it is left out, or holds only a part of the model's state.
+    """
     if share.batch:
         return write_share(share.batch, share.micro)
     return STATE_ONLY if share.state else "left out"
 
 
-def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
-    """Explain the table's column "alone": the samples/s of each device by itself."""
-    shares = [*plan.layout.active, *(solo.layout.active[0] for solo in alone.values())]
+def _explain_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
+    """Explain the table's column "alone", which has the samples/s of each device by itself.
+
+    `solos` has the measurement in that column by the position of its device.
+    """
+    shares = [*plan.layout.active, *(solo.layout.active[0] for solo in solos.values())]
     lines = ["alone: samples/s of a device by itself, at that many samples a step"]
-    lines[0] += _explain_faster_alone(plan, alone, labels)
+    lines[0] += _explain_faster_alone(plan, solos, labels)
     for share in [one for one in shares if 0 < one.micro < one.batch][:1]:
         passes = write_share(share.batch, share.micro)
         lines.append(f"{passes}: {share.batch} samples, computed in passes of up to {share.micro}")
-    return lines if alone else []
+    return lines if solos else []
 
 
-def _explain_faster_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> str:
-    """Name the devices that were faster alone with another batch than the one compared."""
+def _explain_faster_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequence[str]) -> str:
+    """Name the devices that were faster alone at a batch size other than the compared one.
+
+    `solos` has the compared measurement of each device by its position.
+    """
     single = find_single(plan)
     if single is None:
         return ""
@@ -345,7 +360,7 @@ def _explain_faster_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequen
     speed, batch = single.throughput.samples_per_second, single.layout.global_batch
     faster = [
         labels[i]
-        for i, solo in alone.items()
+        for i, solo in solos.items()
         if solo.throughput.samples_per_second > speed
         and solo.layout.global_batch != batch
         and not (own and own[i])
@@ -358,7 +373,7 @@ def _explain_faster_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequen
 
 
 def frontier_table(found: Verdict | None) -> Table:
-    """Return a table of samples/s by batch, and what they are worth in learning.
+    """Return a table of the samples/s at each batch size, and of their worth in learning.
 
     It is empty without a gradient noise scale.
     """
@@ -391,11 +406,11 @@ def _write_alone(solo: Evidence | None) -> str:
     return f"{speed} at {write_share(share.batch, share.micro)}"
 
 
-def versus(best: RatedLayout, rated: RatedLayout) -> str:
+def gain_text(best: RatedLayout, rated: RatedLayout) -> str:
     """Return the plan's gain over another layout: "+20 %", "tie", or "" if it can't be compared.
 
-    Returns "unclear" if the other layout's speed is too uncertain. For the sum of all devices'
-    speeds alone, returns the percentage of it that the plan reaches.
+    Returns "unclear" if the other layout's speed is too uncertain. If the plan is compared with the
+    sum of all devices' speeds alone, returns the percentage of that sum that it reaches.
     """
     gain = rated.gain_of(best)
     if gain is None:
@@ -412,7 +427,7 @@ def versus(best: RatedLayout, rated: RatedLayout) -> str:
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
     """Return a line for each layout that the plan is compared with.
 
-    Without `with_gains`, the plan's gain is left out, since the verdict states it.
+    With `with_gains`, a line includes the plan's gain. It isn't needed if the verdict states it.
     """
     lines = []
     own = plan_rate(plan, tuple(labels))
@@ -422,15 +437,15 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
         if rival.kind == "sum" and len(plan.layout.active) == 1:  # one device can't reach the sum
             continue
         where = f" at {rival.where}{_write_other_batch(own, rival)}" if rival.where else ""
-        text = _write_plan_gain(own, rival) if with_gains else _only_notes(own, rival)
+        text = _write_plan_gain(own, rival) if with_gains else _write_remark(own, rival)
         lines.append(f"{rival.name}: {_write_rate(rival.rate)}{where}{text}")
     return lines
 
 
 def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the layout's batch where it differs from the plan's, else ""."""
-    # The line itself says it in two cases: for a rival on one device, whose share is its whole
-    # batch, and for a larger batch, whose name contains its size.
+    """Return the batch size of a layout if it differs from the plan's, or ""."""
+    # It would be a repetition for a rival on one device, whose share is the whole batch, and for a
+    # larger batch, whose name contains its size.
     total = sum(rival.batches)
     alone = len(rival.batches) - rival.batches.count(0) < 2
     if total == sum(own.batches) or alone or rival.kind == "larger_batch":
@@ -438,8 +453,8 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
     return f" = {total} samples a step"
 
 
-def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return remarks about a compared layout's speed, without the plan's gain over it."""
+def _write_remark(own: RatedLayout, rival: RatedLayout) -> str:
+    """Return a remark about the speed of a compared layout, but not the plan's gain over it."""
     # For the sum of solo throughputs, the note is the fraction of the sum that the plan reaches.
     # For other rivals, it is why no gain is known.
     if rival.gain_of(own) is None or rival.kind == "sum":
@@ -452,15 +467,15 @@ def _write_earlier(rival: RatedLayout) -> str:
 
 
 def _write_rate(interval: Interval) -> str:
-    """Return samples/s, with plus or minus the error if that is large."""
+    """Return samples/s and, if the error is large, plus or minus that error."""
     if not is_rough(interval):
         return f"{rate(interval.value)} samples/s"
     error = half_width(interval.value, interval.low, interval.high)
     return f"{rate(interval.value)} samples/s ± {error}"
 
 
-def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
-    """Explain why the plan can't be compared with a layout."""
+def _explain_unknown_gain(own: RatedLayout, rival: RatedLayout) -> str:
+    """Explain why it isn't known whether the plan is faster than a layout."""
     if not is_known(rival.rate):
         return "; too uncertain to compare"
     if not is_known(own.rate):
@@ -477,7 +492,7 @@ def _write_plan_gain(own: RatedLayout, rival: RatedLayout) -> str:
     """Describe the plan's gain or loss against a layout."""
     gain = rival.gain_of(own)
     if gain is None:
-        return _why_unsaid(own, rival)
+        return _explain_unknown_gain(own, rival)
     if rival.kind == "sum":
         part = write_gain(1 + gain, own.rate, rival.rate)
         bound = ", an upper bound" if gain <= 0 else ""  # errors may add up to more
@@ -493,11 +508,11 @@ def _write_plan_gain(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 LATEST = 1e11  # latest Unix time that can be formatted as a date
-WORTH_SAYING = 0.05  # least relative change of steps/s that is printed
+WORTH_SAYING = 0.05  # smaller relative changes of steps/s aren't printed
 
 
 def training_report(training: RecordedTraining) -> Iterator[str]:
-    """Yield the lines about a recorded training run: its state, results and events."""
+    """Yield the lines about a recorded training run, with its state, results and events."""
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))
     # a script may have no name

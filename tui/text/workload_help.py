@@ -81,7 +81,7 @@ if __name__ == "__main__":
 
 
 def workload_help() -> str:
-    """Return the built-in workloads, how to write one's own, and two examples."""
+    """Return the list of built-in workloads, how to write a workload, and two examples."""
     entries = [registry.find(name) for name in registry.names()]
     rows = [(f"  {entry.name}", entry.summary) for entry in entries]
     settings = [

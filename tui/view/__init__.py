@@ -1,4 +1,4 @@
-"""The contents of the screens: tables, charts and sentences as lines of cells.
+"""What the screens show: tables, charts and sentences, as lines of terminal cells.
 
-These modules don't use Textual, so commands print the same lines.
+These modules don't use Textual, so that commands can print the same lines.
 """

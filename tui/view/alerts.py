@@ -1,4 +1,4 @@
-"""Alerts about devices and training runs: hot, throttled, idle, silent, or slower than planned."""
+"""Alerts about devices (hot, throttled, idle or silent) and about slow or silent training runs."""
 
 from __future__ import annotations
 
@@ -40,14 +40,18 @@ class Alert(NamedTuple):
 
 
 class AlertRules(NamedTuple):
-    """The thresholds of alerts, in percent of the time and of the plan's samples/s."""
+    """The thresholds of alerts.
+
+    `throttled_percent` is in percent of the time, `plan_percent` in percent of the plan's
+    samples/s.
+    """
 
     throttled_percent: float = 20.0
     plan_percent: float = 90.0
 
 
 class AlertWatch:
-    """Raise an alert once for each problem that lasts."""
+    """Raises an alert once for each problem that lasts."""
 
     def __init__(self, rules: AlertRules) -> None:
         self.rules = rules
@@ -57,8 +61,8 @@ class AlertWatch:
     def see(self, snapshot: Snapshot) -> tuple[Alert, ...]:
         """Return the alerts that a new reading of the devices raises.
 
-        A problem is reported once it has lasted long enough for its kind (`SECONDS`), and again
-        only if it has disappeared and come back.
+        Each kind of problem must last for its time in `SECONDS` before it is reported. It is
+        reported again only if it has disappeared and come back.
         """
         now = snapshot.at_seconds
         found = {(one.kind, one.about): one for one in find_alerts(snapshot, self.rules)}
@@ -73,12 +77,12 @@ class AlertWatch:
 
     @property
     def reported(self) -> frozenset[str]:
-        """The device keys and training run ids whose reported problem still lasts."""
+        """The device keys and training run ids with a reported problem that still lasts."""
         return frozenset(about for _, about in self._reported)
 
 
 def find_alerts(snapshot: Snapshot, rules: AlertRules) -> Iterator[Alert]:
-    """Yield all problems in a single reading, regardless of how long they have lasted."""
+    """Yield all problems in a single reading, no matter how long they have lasted."""
     training = {device.id for report in snapshot.reports for device in report.devices}
     for sample in snapshot.devices:
         yield from _device_alerts(sample, rules, sample.device.id in training)
@@ -134,7 +138,7 @@ def _part_of_plan(reports: Sequence[Training]) -> float | None:
     plan = max(report.plan_samples_per_second for report in reports)
     ranks = {report.rank for report in reports}
     world = max(1, *(report.world for report in reports))
-    # without a plan or with ranks on other machines, it is unknown
+    # unknown without a plan, or if some ranks are on other machines
     if plan <= 0 or len(ranks) != world:
         return None
     speed: float = sum(report.samples_per_second for report in reports)

@@ -1,4 +1,4 @@
-"""Lines about a search: shares, comparison of layouts, progress, warnings and verdict."""
+"""Lines about a search, such as its shares, progress, warnings and verdict."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.printable import plain
 from evener.shares.whole_rows import apportion
 
-from ..text.summaries import budget_left_text, layout_text, outcome_text, share_text, versus
+from ..text.summaries import budget_left_text, gain_text, layout_text, outcome_text, share_text
 from .cells import (
     Line,
     Mark,
@@ -43,13 +43,13 @@ from .cells import (
 )
 from .charts import bar
 
-DETAILED_SHARES = 8  # most devices for which the legend has percentages beside the samples
-MOST_NAMED = 6  # most devices of a layout that are named; the others are counted
-MOST_ROWS = 6  # most lines of the layout, enough to show it whole for many devices
+DETAILED_SHARES = 8  # with more devices, the legend has no percentages
+MOST_NAMED = 6  # further devices of a layout are only counted
+MOST_ROWS = 6  # maximum number of lines of a layout, enough for many devices
 
 
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Draw the shares of the best layout so far, and of the split being measured now."""
+    """Draw the shares in the best layout so far, and in the split that is being measured."""
     chosen = chosen_layout(state)
     if _measures_alone(state):
         return (*text_lines(_solo_progress(state), width, 3, "dim"),)
@@ -79,7 +79,7 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 def _measures_alone(state: SessionState) -> bool:
     """Return whether only single devices have been measured so far."""
-    # Then no shares are shown, because they would look like a decision.
+    # No shares are shown in that case, because they would look like a result.
     best = state.best
     if state.finished is not None or len(state.devices) == 1 or has_split(state):
         return False
@@ -87,7 +87,7 @@ def _measures_alone(state: SessionState) -> bool:
 
 
 def _solo_progress(state: SessionState) -> str:
-    """Describe the progress while devices are measured alone, in batch sizes so far."""
+    """Describe the progress while devices are measured alone: how many batch sizes are done."""
     sizes = [each.probe.layout.global_batch for each in timed(state)]
     measured = f" {len(set(sizes))} batch sizes so far." if sizes else ""
     return f"No split was measured yet: each device is measured alone first.{measured}"
@@ -108,9 +108,9 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 
 
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
-    """Return the legend of the shares' bar: each device with its rows and their percentage.
+    """Return the legend of the shares' bar, with the rows of each device and their percentage.
 
-    Above 8 devices, percentages are left out, and idle devices are only counted.
+    If there are more than 8 devices, it has no percentages, and idle devices are only counted.
     """
     devices = range(len(layout.shares))
     detailed = len(devices) <= DETAILED_SHARES
@@ -142,7 +142,7 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
 
 
 def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
-    """Return the split that is being measured, if it differs from the best one, else None."""
+    """Return the split that is being measured, or None if it is the best one."""
     splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
     known = (chosen.shares, chosen.pass_rows)
     return next((layout for layout in splits if (layout.shares, layout.pass_rows) != known), None)
@@ -180,7 +180,7 @@ def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
 
 
 def write_fastest(state: SessionState) -> str:
-    """Explain why one measurement was faster than the best layout's mean; "" if none was."""
+    """Explain why one measurement was faster than the best layout's mean, or return ""."""
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
     whole = [each for each in timed(state) if not each.probe.layout.length]
@@ -199,10 +199,10 @@ def write_fastest(state: SessionState) -> str:
 
 
 USUAL_NAME = 18  # usual cells of a layout's name
-_RIVAL_CELLS = 54  # cells of a line without its name and its bar
-_ROOMY_CELLS = 80  # a line with more cells shows longer names whole
-_WHOLE_CELLS = 51  # a narrower line has either an interval or a gain, and nothing else
-_BRIEF_CELLS = 10  # cells of such a narrow line without its name and its gain
+_RIVAL_CELLS = 54  # cells that a line takes besides its name and its bar
+_ROOMY_CELLS = 80  # a line with more cells has room for longer names
+_WHOLE_CELLS = 51  # a narrower line has room only for an interval or a gain
+_BRIEF_CELLS = 10  # cells that such a narrow line takes besides its name and its gain
 
 
 def _rival_line(
@@ -221,13 +221,13 @@ def _rival_line(
         Span(f"{rate(rated.rate.value):>8}", "speed"),
     )
     if width < _WHOLE_CELLS:
-        last = Span(f" {error}", "dim") if first else Span(f" {gain}", versus_tone(gain))
+        last = Span(f" {error}", "dim") if first else Span(f" {gain}", gain_tone(gain))
         return Line(pad((*spans, last), width))
     spans = (
         *spans,
         Span(f" {error:<{7 if drawn else 6}}", "dim"),
         *drawn,
-        Span(f" {gain:<12} ", versus_tone(gain)),
+        Span(f" {gain:<12} ", gain_tone(gain)),
     )
     left = width - span_cells(spans)
     where = f"at {rated.where}" if rated.where else ""
@@ -237,17 +237,17 @@ def _rival_line(
 def write_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
     """Return the gain of the best layout over another one, such as "plan +20 %" or "turns +3 %".
 
-    "plan" or "best" names the faster layout; "turns" says that both were measured alternately.
+    "plan" or "best" stands for the best layout. "turns" means that both were measured alternately.
     """
-    gain = versus(best, rated)
+    gain = gain_text(best, rated)
     if not gain.startswith(("+", "-")):
         return gain
     owner = "plan" if best.name == "the plan" else "best"
     return f"{'turns' if rated.paired is not None else owner} {gain}"
 
 
-def versus_tone(text: str) -> Tone:
-    """Return the tone of a gain: good if it is positive, else dim."""
+def gain_tone(text: str) -> Tone:
+    """Return the tone for a gain, which is "good" for a positive one and otherwise "dim"."""
     return "good" if "+" in text and "+0.0" not in text else "dim"
 
 
@@ -333,7 +333,7 @@ def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int)
 
 
 def _search_progress(state: SessionState) -> str:
-    """Return a sentence about the current activity of the search."""
+    """Return a sentence about what the search is doing."""
     # If all running probes are still building their models, name the devices on which they do so.
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):
@@ -344,7 +344,7 @@ def _search_progress(state: SessionState) -> str:
 
 
 def _progress_lines(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return the counts of probes, the time, and how much of the budget is used."""
+    """Return the number of probes, the time so far, and how much of the budget is used."""
     # After the search, they give the reason why it ended instead of the budget.
     left = seconds_left(state)
     search = state.finished.plan.search if state.finished is not None else None
@@ -386,17 +386,19 @@ def _mark(seen: Observation) -> tuple[str, Tone]:
     return (Mark.WALL, "warn") if isinstance(seen, OutOfMemory) else (Mark.FAILED, "bad")
 
 
-def warning_lines(warnings: Sequence[str], width: int, most: int | None = None) -> tuple[Line, ...]:
-    """Return the warnings in at most `most` lines, or all of them for None.
+def warning_lines(
+    warnings: Sequence[str], width: int, max_lines: int | None = None
+) -> tuple[Line, ...]:
+    """Return the warnings, each with an alarm mark in front.
 
-    Each warning has an alarm mark in front.
+    They are cut to `max_lines` lines, unless that is None.
     """
     rows = [
         (Mark.ALARM if not place else " ", row)
         for warning in warnings
         for place, row in enumerate(wrap(plain(warning), max(4, width - 4), 3))
     ]
-    if most is not None and len(rows) > most:
-        rows = rows[: max(0, most)]
+    if max_lines is not None and len(rows) > max_lines:
+        rows = rows[: max(0, max_lines)]
         rows[-1:] = [(sign, cut(f"{row} …", max(4, width - 4))) for sign, row in rows[-1:]]
     return tuple(line(Span(f" {sign} ", "warn"), Span(row, "warn")) for sign, row in rows)

@@ -71,7 +71,7 @@ def to_ascii(text: str) -> str:
 
 
 def _ascii_sign(sign: str) -> str:
-    """Return the base letter of an accented letter, or question marks."""
+    """Return the base letter of an accented letter, or question marks for other characters."""
     if sign.isascii():
         return sign
     letter = unicodedata.normalize("NFKD", sign)[0]
@@ -118,7 +118,7 @@ DEVICE_TONES: tuple[Tone, ...] = get_args(DeviceTone)
 
 
 class Span(NamedTuple):
-    """A piece of text with one tone and, if clickable, a Textual action."""
+    """A piece of text in one tone. If it can be clicked, `action` is the Textual action to run."""
 
     text: str
     tone: Tone = "text"
@@ -126,7 +126,7 @@ class Span(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of spans, highlighted if the cursor is on it."""
+    """A line made of spans. It is highlighted if the cursor is on it."""
 
     spans: tuple[Span, ...] = ()
     cursor: bool = False
@@ -146,7 +146,7 @@ def line(*spans: Span | str, cursor: bool = False) -> Line:
 
 
 def device_tone(position: int) -> Tone:
-    """Return the colour of a device by its position; eight colours repeat."""
+    """Return the tone of the device at this position. After eight devices, the tones repeat."""
     return DEVICE_TONES[position % len(DEVICE_TONES)]
 
 
@@ -200,9 +200,9 @@ def span_cells(spans: Iterable[Span]) -> int:
 
 
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
-    """Merge neighbouring spans of one tone, to draw them faster.
+    """Merge neighbouring spans that have the same tone, because fewer spans are drawn faster.
 
-    Returns them as (text, tone, action). Spans with an action stay as they are.
+    Returns them as (text, tone, action). Spans with an action aren't merged.
     """
     # Blanks have no visible tone, so they are merged with the span before them.
     joined: list[tuple[str, Tone, str]] = []
@@ -241,17 +241,17 @@ def pad(
 
 
 def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
-    """Put one text at the left and one at the right end of a line; drop the right one if needed."""
+    """Put spans at both ends of a line. If they don't fit, only the left ones are kept."""
     gap = width - span_cells(left) - span_cells(right)
     if gap >= 1:
         return Line((*left, Span(" " * gap), *right))
     return Line(pad(left, width))
 
 
-def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
-    """Break text into at most `most` lines of `width` cells, with "…" if any text is left out.
+def wrap(text: str, width: int, max_lines: int) -> tuple[str, ...]:
+    """Break text into at most `max_lines` lines of `width` cells.
 
-    Numbers are not broken at their thousands.
+    "…" marks the end if any text is left out. Numbers such as "1 024" are not broken.
     """
     lines = [""]
     for word in filter(None, unbroken(text).split(" ")):
@@ -260,8 +260,8 @@ def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
             lines[-1] = longer
         else:
             lines.append(word)
-    shown = [cut(row, width).replace(NO_BREAK, " ") for row in lines[:most]]
-    if len(lines) > most and shown:
+    shown = [cut(row, width).replace(NO_BREAK, " ") for row in lines[:max_lines]]
+    if len(lines) > max_lines and shown:
         shown[-1] = (
             cut(f"{shown[-1]} …", width)
             if cells(shown[-1]) + 2 <= width
@@ -271,15 +271,15 @@ def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
 
 
 def text_lines(
-    text: str, width: int, most: int, tone: Tone = "text", indent: int = 1
+    text: str, width: int, max_lines: int, tone: Tone = "text", indent: int = 1
 ) -> tuple[Line, ...]:
-    """Wrap text into at most `most` indented lines; control characters are removed."""
-    rows = wrap(plain(text, 2000), max(4, width - indent - 1), most)
+    """Wrap text into at most `max_lines` indented lines, and remove control characters."""
+    rows = wrap(plain(text, 2000), max(4, width - indent - 1), max_lines)
     return tuple(line(Span(" " * indent + row, tone)) for row in rows)
 
 
 def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
-    """Cut lines to `height`; if some are left out, the last line is `hint`."""
+    """Cut lines to `height`. If some are left out, `hint` is the last line."""
     if len(lines) <= height:
         return tuple(lines)
     kept = tuple(lines[: max(0, height - 1)])
@@ -287,7 +287,7 @@ def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
 
 
 def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
-    """Wrap text without cutting anything; line breaks and indentation stay.
+    """Wrap text without leaving anything out. Line breaks and indentation are kept.
 
     Control characters are escaped.
     """

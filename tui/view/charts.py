@@ -1,4 +1,4 @@
-"""Small drawings and short number formats for tables: bars, graphs, readings."""
+"""Bars, small graphs, and short formats of numbers for tables."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def gib(count: float) -> str:
 def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> tuple[str, bool]:
     """Return the text of a reading, and whether it is a current value.
 
-    A missing value becomes a word or a mark; an old value has "~" in front. `draw` formats the
-    value. Where both don't fit in `width` cells, "~" stands alone.
+    `draw` formats the value. A missing value becomes a word or a mark. An old value has "~" in
+    front; if both don't fit in `width` cells, the text is "~" alone.
     """
     if reading.current is not None:
         return draw(reading.current), True
@@ -109,7 +109,8 @@ def draw_reading(
 ) -> Span:
     """Draw a reading in `width` cells, aligned to the right.
 
-    `tone` applies to current values only; others are dim, and lost ones bad.
+    A current value has the tone `tone`. Old and missing values are "dim", and the word for a lost
+    device is "bad".
     """
     text, current = reading_text(reading, draw, width)
     if not current:
@@ -119,9 +120,10 @@ def draw_reading(
 
 
 def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return the function that picks the tone of a temperature in °C.
+    """Return a function that picks the tone of a temperature in °C.
 
-    It warns 10 °C below the limit at which the device slows down, and alarms 3 °C below it.
+    From 10 °C below the limit at which the device slows down, the tone is a warning; from 3 °C
+    below it, an alarm.
     """
     limit = sample.temperature_limit_celsius.current or 90.0
 
@@ -134,14 +136,14 @@ def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
 
 
 def throttle_tone(number: float) -> Tone:
-    """Return the tone of a percentage of throttled time."""
+    """Return the tone for a percentage of the time that a device was throttled."""
     if number >= 20:
         return "bad"
     return "warn" if number >= 0.5 else "dim"
 
 
 def traffic(sample: DeviceSample) -> Reading:
-    """Return the bytes per second over PCIe and NVLink together, both ways."""
+    """Return the bytes per second over PCIe and NVLink, received and sent, as one reading."""
     parts = (
         sample.link_receive_bytes_per_second,
         sample.link_send_bytes_per_second,
@@ -160,12 +162,12 @@ def traffic(sample: DeviceSample) -> Reading:
     )
 
 
-def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
-    """Draw a horizontal bar; `share` 1 fills it, and values above 0 are always visible."""
+def bar(fraction: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
+    """Draw a horizontal bar that is full if `fraction` is 1. Values above 0 are always visible."""
     if width <= 0:
         return ()
-    halves = round(max(0.0, min(1.0, share)) * width * 2)
-    if share > 0 and halves == 0:
+    halves = round(max(0.0, min(1.0, fraction)) * width * 2)
+    if fraction > 0 and halves == 0:
         halves = 1  # anything above 0 is visible
     full, half = divmod(halves, 2)
     filled = Mark.FULL * full + Mark.HALF * half
@@ -173,7 +175,10 @@ def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
 
 
 def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) -> tuple[Span, ...]:
-    """Draw compute time, then waiting time, as a bar; `longest_s` seconds fill it."""
+    """Draw a bar of the compute time followed by the waiting time.
+
+    The bar is full at `longest_s` seconds.
+    """
     own, both = (
         round(width * min(1.0, seconds / longest_s)) if longest_s > 0 else 0
         for seconds in (own_work_s, own_work_s + waiting_s)
@@ -190,9 +195,9 @@ def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) 
 def graph(
     values: Sequence[float | None], width: int, height: int, highest: float
 ) -> tuple[str, ...]:
-    """Draw values as a graph of `height` lines, from top to bottom, the newest value at the right.
+    """Draw values as a graph with the newest value at the right, and return its lines from the top.
 
-    `highest` is the upper end of the axis; a value of None leaves its column empty.
+    `highest` is the upper end of the axis. A value of None leaves its column empty.
     """
     if width <= 0 or height <= 0:
         return ()
@@ -203,28 +208,31 @@ def graph(
     return tuple(map("".join, zip(*stacks, strict=True)))
 
 
-def _count_steps(number: float | None, highest: float, most: int) -> int:
-    """Return how many of the `most` steps of a graph's column are filled for a value."""
+def _count_steps(number: float | None, highest: float, max_steps: int) -> int:
+    """Return how many of the `max_steps` steps of a graph's column a value fills."""
     # A known value has at least one step, so that it is visible.
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0
-    return most if number >= highest else max(1, round(max(0.0, number) / highest * most))
+    return max_steps if number >= highest else max(1, round(max(0.0, number) / highest * max_steps))
 
 
 @lru_cache(maxsize=4096)
-def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
-    """Return the characters of a column, from top to bottom."""
-    # `levels` has the characters of a cell from empty to full
-    each = len(levels) - 1
+def _stack(count: int, height: int, level_signs: str, full_sign: str) -> tuple[str, ...]:
+    """Return the characters of a graph's column, from top to bottom.
+
+    `count` is the number of filled steps. `level_signs` are the characters of a cell from empty to
+    full, and `full_sign` is used in cells below the highest filled one.
+    """
+    each = len(level_signs) - 1
     belows = range((height - 1) * each, -1, -each)
     return tuple(
-        shade if count - below > each else levels[max(0, min(each, count - below))]
+        full_sign if count - below > each else level_signs[max(0, min(each, count - below))]
         for below in belows
     )
 
 
 def nice_ceiling(number: float) -> float:
-    """Round up to 1, 2, 2.5, 5 or 10 times a power of ten; 1 for values that are not positive."""
+    """Round up to 1, 2, 2.5, 5 or 10 times a power of ten. Returns 1 for values up to 0."""
     # With so few possible ends, the axis rarely changes while values grow.
     if number <= 0 or not math.isfinite(number):
         return 1.0
@@ -234,7 +242,7 @@ def nice_ceiling(number: float) -> float:
     )
 
 
-def axis_ticks(highest: float, most: int) -> list[float]:
-    """Return 0 and up to `most` multiples of a round step, not above `highest`."""
-    step = nice_ceiling(highest / max(1, most))
+def axis_ticks(highest: float, max_ticks: int) -> list[float]:
+    """Return 0 and up to `max_ticks` multiples of a round number that are not above `highest`."""
+    step = nice_ceiling(highest / max(1, max_ticks))
     return [step * place for place in range(int(highest / step + 1e-9) + 1)]

@@ -1,4 +1,4 @@
-"""The chart of a search: samples/s of each device alone against its rows."""
+"""The chart of a search, which plots samples/s of each device alone against its rows."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from evener.balancer.types import Timed
 from .cells import Mark, device_tone
 from .plot import Chart, PlotPoint, Series, Zone
 
-ALIKE = 0.03  # curves whose relative difference stays below this are drawn once
+ALIKE = 0.03  # curves with a smaller relative difference are drawn as one
 
 
 def curve_chart(state: SessionState) -> Chart:
-    """Return the chart of measured points and predicted curves of all devices.
+    """Return the chart with the measured points and the predicted curve of each device.
 
-    Devices whose points are within 3 % of each other share one curve.
+    Devices whose speeds differ by at most 3 % share one curve.
     """
     found = curves(state)
     groups = _group_alike(found)
-    measured = _by_point(state)
+    measured = _index_by_point(state)
     series = tuple(_make_series(state, group, measured) for group in groups)
     return Chart(series, _mark_failed_batches(state, found), "rows", "samples/s")
 
@@ -38,7 +38,7 @@ def _group_alike(found: Sequence[ChartedCurve]) -> list[list[ChartedCurve]]:
 
 
 def _are_alike(one: ChartedCurve, other: ChartedCurve) -> bool:
-    """Return whether two devices measured nearly the same speeds at the same batches."""
+    """Return whether two devices were measured at the same batches and are about equally fast."""
     if not one.measured or len(one.measured) != len(other.measured):
         return False
     for (batch, speed), (other_batch, other_speed) in zip(
@@ -54,9 +54,11 @@ def _make_series(
     group: Sequence[ChartedCurve],
     measured: dict[tuple[int, int, float], tuple[int, Timed]],
 ) -> Series:
-    """Return the points and predicted curve to draw for devices that are equally fast."""
+    """Return the points and the predicted curve for a group of equally fast devices.
+
+    `measured` has the number and the measurement of each point, to show them at the cursor.
+    """
     first = group[0]
-    # the cursor shows `measured` at each point
     points = [
         _point(curve.device, batch, speed, measured.get((curve.device, batch, speed)))
         for curve in group
@@ -93,8 +95,8 @@ def _point(device: int, batch: int, speed: float, seen: tuple[int, Timed] | None
     return PlotPoint(batch, speed, low, high, ", ".join(words))
 
 
-def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Timed]]:
-    """Index the probes on single devices by (device, batch, samples/s), each with its number."""
+def _index_by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Timed]]:
+    """Return the probes on single devices and their numbers, by (device, batch, samples/s)."""
     found = {}
     before = state.probes - len(state.seen)
     for number, entry in enumerate(state.seen, start=before + 1):
@@ -108,7 +110,7 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
 
 
 def _mark_failed_batches(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
-    """Return a mark at each batch size that ran out of memory."""
+    """Return a mark for each batch size that ran out of memory."""
     # From the largest of these batch sizes on, the chart is hatched.
     failed = [
         (curve.failed_batch, curve.device) for curve in found if curve.failed_batch is not None

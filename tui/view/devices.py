@@ -32,11 +32,11 @@ from .charts import (
 from .ranks import Work, work_by_device
 from .table import Column, Grid, table_row
 
-NEWEST_TICKS = 48  # most ticks in the history of a row
+NEWEST_TICKS = 48  # maximum number of ticks in the history of a row
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
-    """A device's row: its reading, history and part in a training run."""
+    """The row of a device, with its reading, its history, and its work in a training run."""
 
     sample: DeviceSample
     speeds: tuple[float | None, ...] = ()  # samples/s, oldest first
@@ -48,7 +48,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 
 class HostRow(msgspec.Struct, frozen=True):
-    """The row of a host in a cluster, with its devices below; `folded` hides them."""
+    """The row of a host in a cluster. Its devices follow it, unless `folded` hides them."""
 
     host: str
     rows: tuple[DeviceRow, ...]
@@ -59,15 +59,15 @@ PanelRow = DeviceRow | HostRow
 
 
 def device_rows(
-    snapshot: Snapshot, history: History = lambda *_: (), alarmed: Collection[str] = ()
+    snapshot: Snapshot, history: History = lambda *_: (), alarmed_keys: Collection[str] = ()
 ) -> tuple[DeviceRow, ...]:
     """Return a row for each device of a reading.
 
-    `alarmed` holds the keys of devices with an alert.
+    `alarmed_keys` are the keys of devices with an alert.
     """
     work = work_by_device(snapshot)
     return tuple(
-        _device_row(sample, history, work, sample.device.key in alarmed)
+        _device_row(sample, history, work, sample.device.key in alarmed_keys)
         for sample in snapshot.devices
     )
 
@@ -79,23 +79,23 @@ def _device_row(sample: DeviceSample, history: History, work: Work, alarmed: boo
     return DeviceRow(sample, speeds, busy, work.get((device.host, device.id)), False, alarmed)
 
 
-def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[PanelRow, ...]:
-    """Put a row for each host in front of its devices; drop the devices of folded hosts.
+def group_rows(rows: Sequence[DeviceRow], folded_hosts: Collection[str]) -> tuple[PanelRow, ...]:
+    """Insert a row for each host in front of its devices, and drop the devices of folded hosts.
 
-    Devices of this machine have no host row.
+    The devices of this machine get no row for their host.
     """
     grouped: list[PanelRow] = []
     for host in dict.fromkeys(row.sample.device.host for row in rows):
         own = [row for row in rows if row.sample.device.host == host]
         if host:
             own = [msgspec.structs.replace(row, below=True) for row in own]
-            grouped.append(HostRow(host, tuple(own), host in folded))
-        grouped += [] if host and host in folded else own
+            grouped.append(HostRow(host, tuple(own), host in folded_hosts))
+        grouped += [] if host and host in folded_hosts else own
     return tuple(grouped)
 
 
-def draw_host(row: HostRow, width: int, here: bool) -> Line:
-    """Draw a host's row with the totals of its devices, or why it is lost."""
+def draw_host(row: HostRow, width: int, has_cursor: bool) -> Line:
+    """Draw a host's row with the totals of its devices, or why the host is lost."""
     count = len(row.rows)
     head = (
         Span(f" {Mark.FOLDED if row.folded else Mark.DESCENDING} ", "dim"),
@@ -105,47 +105,52 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
     room = max(0, width - span_cells(head))
     samples = [each.sample for each in row.rows]
     if all(sample.utilization_percent.state is State.LOST for sample in samples):
-        return Line(pad((*head, Span(cut(plain(samples[0].note, 300), room), "bad")), width), here)
-    busy = _read(samples, "utilization_percent")
-    used = _read(samples, "memory_used_bytes")
-    speed = _read(samples, "samples_per_second")
+        return Line(
+            pad((*head, Span(cut(plain(samples[0].note, 300), room), "bad")), width), has_cursor
+        )
+    busy = _current_values(samples, "utilization_percent")
+    used = _current_values(samples, "memory_used_bytes")
+    speed = _current_values(samples, "samples_per_second")
     totals = [f"{sum(busy) / len(busy):.0f} % busy"] if busy else []
     totals += [f"{gib(sum(used))} GiB used"] if used else []
     totals += [f"{rate(sum(speed))} samples/s"] if speed else []
-    return Line(pad((*head, Span(cut(f" {Mark.DOT} ".join(totals), room))), width), here)
+    return Line(pad((*head, Span(cut(f" {Mark.DOT} ".join(totals), room))), width), has_cursor)
 
 
 def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ...]:
-    """Return the totals of all devices, as many as fit in `room` cells; empty for one device."""
+    """Return as many totals of all devices as fit in `room` cells, or none for a single device."""
     if len(samples) < 2:
         return ()
     spans: tuple[Span, ...] = (Span(f"{len(samples)} devices", "title"),)
-    for fact in _facts_together(samples):
+    for fact in _total_spans(samples):
         if span_cells((*spans, *fact)) >= room:
             break
         spans += fact
     return (*spans, Span(" ")) if len(spans) > 1 else ()
 
 
-def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...]]:
-    """Yield the total speed, mean utilisation, power and memory of all devices."""
-    speed = _read(samples, "samples_per_second")
+def _total_spans(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...]]:
+    """Yield the total speed, mean utilisation, total power and total memory of some devices."""
+    speed = _current_values(samples, "samples_per_second")
     if any(speed):
         yield Span(f"  {rate(sum(speed))}", "speed"), Span(" samples/s", "dim")
-    busy = _read(samples, "utilization_percent")
+    busy = _current_values(samples, "utilization_percent")
     if busy:
         yield Span(f"  {sum(busy) / len(busy):.0f} %", "accent"), Span(" busy", "dim")
-    drawn = _read(samples, "power_watts")
+    drawn = _current_values(samples, "power_watts")
     if drawn:
         yield Span(f"  {sum(drawn):.0f}", "power"), Span(" W", "dim")
     own = [sample for sample in samples if not sample.device.on_cpu]
-    used, there = _read(own, "memory_used_bytes"), _read(own, "memory_total_bytes")
+    used, there = (
+        _current_values(own, "memory_used_bytes"),
+        _current_values(own, "memory_total_bytes"),
+    )
     if used and there:
         yield Span(f"  {gib(sum(used))}", "memory"), Span(f"/{gib(sum(there))} G", "dim")
 
 
-def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the current values of a metric, from the devices that have one."""
+def _current_values(samples: Sequence[DeviceSample], field: str) -> list[float]:
+    """Return the current values of a metric, without the devices that have none."""
     return _current([getattr(sample, field) for sample in samples])
 
 
@@ -188,9 +193,8 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
     return row.rows if isinstance(row, HostRow) else (row,)
 
 
-def _reports(*fields: str) -> Callable[[PanelRow], bool]:
-    """Return a function that tells whether any device of a row supports one of these metrics."""
-    # A column with these fields is shown only if the predicate is True for some row.
+def _supports_any(*fields: str) -> Callable[[PanelRow], bool]:
+    """Return a function that says whether any device of a row supports one of these metrics."""
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED
         for each in _devices(row)
@@ -203,7 +207,7 @@ def _has_work(row: PanelRow) -> bool:
 
 
 def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return a function that picks the tone of used bytes: a warning from 98 % of memory on."""
+    """Return a function that picks the tone of used bytes, a warning from 98 % of the memory on."""
     most = sample.memory_total_bytes.value
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
 
@@ -221,7 +225,11 @@ def _reading(
     full: float = 0.0,
     most: int = 0,
 ) -> Column[Any]:
-    """Make the column of a metric; wide columns add its limit, its unit and a bar."""
+    """Make the column that shows the metric `field` of each device.
+
+    A wide column also shows the metric's limit, the unit, and a bar. `limit` is the name of the
+    metric with the limit. A bar without a limit is full at the value `full`.
+    """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:
         reading: Reading = getattr(row.sample, field)
@@ -245,7 +253,7 @@ def _reading(
             return spans
         return (*bar(reading.value / whole_bar, left, shade), Span(" "), *spans)
 
-    return Column(key, titles, widths, cell, most=most, there=_reports(field))
+    return Column(key, titles, widths, cell, most=most, there=_supports_any(field))
 
 
 _REASON_LETTERS = {
@@ -259,7 +267,7 @@ _REASON_LETTERS = {
 
 
 def reason_letters(reasons: Sequence[str], room: int) -> str:
-    """Abbreviate throttling reasons to one letter each; the help explains the letters."""
+    """Abbreviate throttling reasons to one letter each. The help text explains the letters."""
     letters = []
     for reason in reasons:
         word = next((word for word in _REASON_LETTERS if word in reason.lower()), "")
@@ -298,7 +306,7 @@ def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw the percentage of compute time in compute plus waiting, with a bar if there is room."""
+    """Draw the compute time as a percentage of compute plus waiting, with a bar if it fits."""
     if row.work is None:
         return (Span(Mark.NONE, "dim"),)
     own, waiting = row.work
@@ -379,26 +387,28 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
         _throttled,
         "left",
         most=20,
-        there=_reports("throttled_percent"),
+        there=_supports_any("throttled_percent"),
     ),
-    Column("links", ("links in, out", "links", "link"), (4, 4, 12), _links, there=_reports(*LINKS)),
+    Column(
+        "links", ("links in, out", "links", "link"), (4, 4, 12), _links, there=_supports_any(*LINKS)
+    ),
     Column("work", ("own work, waiting", "own work", "work"), (4, 6, 17), _work, there=_has_work),
     Column("speed", ("samples/s", "smp/s"), (5, 9), _speed),
     Column("history", ("history", "hist"), (4, 6, 12), _history, most=NEWEST_TICKS),
 )
 
 
-def _draw_row(row: PanelRow, widths: Mapping[str, int], width: int, here: bool) -> Line:
-    """Draw the row of a device or a host."""
+def _draw_row(row: PanelRow, widths: Mapping[str, int], width: int, has_cursor: bool) -> Line:
+    """Draw the row of a device or of a host."""
     if isinstance(row, HostRow):
-        return draw_host(row, width, here)
+        return draw_host(row, width, has_cursor)
     sample = row.sample
     if not sample.note or sample.utilization_percent.state is not State.LOST:
-        return table_row(DEVICE_COLUMNS, widths, row, here)
+        return table_row(DEVICE_COLUMNS, widths, row, has_cursor)
     # a lost device: say what happened to it
-    head = table_row(DEVICE_COLUMNS[:2], widths, row, here).spans
+    head = table_row(DEVICE_COLUMNS[:2], widths, row, has_cursor).spans
     note = cut(plain(sample.note, 300), max(0, width - span_cells(head) - 1))
-    return Line(pad((*head, Span(" "), Span(note, "bad")), width), here)
+    return Line(pad((*head, Span(" "), Span(note, "bad")), width), has_cursor)
 
 
 DEVICES = Grid(DEVICE_COLUMNS, draw=_draw_row)

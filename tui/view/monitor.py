@@ -1,4 +1,4 @@
-"""The Monitor screen's bars, details of devices, and table of processes."""
+"""The Monitor screen's top lines, table of processes, and details of devices."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from .table import TAG, Column, Grid, text_cell
 from .teaching import NO_PROCESS, NO_TRAINING, Lesson
 from .timelines import LEAST_ROWS, MOST_ROWS
 
-GRAPHS_BESIDE = 2  # lines in addition to the graphs: the heading and the time axis
-LEAST_TERMINAL = 40  # least terminal columns for graphs
+GRAPHS_BESIDE = 2  # lines of the heading and the time axis, besides the graphs
+LEAST_TERMINAL = 40  # minimum number of terminal columns for graphs
 
 
 def arrange(
     width: int, height: int, frame: int, devices: int, processes: int = 1
 ) -> dict[str, int]:
-    """Divide a screen's height between devices, graphs and processes.
+    """Divide a screen's height between the panels of devices, graphs and processes.
 
-    Returns each panel's height in lines by its selector; 0 hides the graphs. `frame` is the lines
-    of a panel's frame.
+    Returns the height of each panel in lines by its selector; 0 hides the graphs. `frame` is the
+    number of lines that a panel's frame takes.
     """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))
@@ -63,20 +63,24 @@ def arrange(
     return {"#devices": listed, "#graphs": graphs, "#processes": left - graphs}
 
 
-def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width: int) -> Line:
-    """Draw the names of the screens and, at the right, the longest status text that fits."""
+def top_line(screens: Mapping[str, str], shown: str, statuses: Sequence[str], width: int) -> Line:
+    """Draw the names of the screens at the left, and the longest status that fits at the right.
+
+    `shown` is the key in `screens` of the open one. `statuses` are sorted from the longest to the
+    shortest.
+    """
     left = [Span(" evener ", "strong")]
     for number, (name, title) in enumerate(screens.items(), start=1):
         action = f"app.show('{name}')"
         tone: Tone = "tab" if name == shown else "dim"
         left += [Span(f" {number} ", "key", action), Span(f"{title} ", tone, action), Span(" ")]
     room = width - span_cells(left) - 2
-    status = next((text for text in right if cells(text) <= room), "")
+    status = next((text for text in statuses if cells(text) <= room), "")
     return spread(tuple(left), (Span(f"{status} ", "dim"),), width)
 
 
 def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
-    """Return the host, driver and time in several forms, from the longest to the shortest."""
+    """Return texts with the host, driver and time, from the longest to the shortest."""
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {plain(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
     host = plain(snapshot.host.hostname, 30)
@@ -85,7 +89,7 @@ def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
 
 
 def alert_line(alert: Alert, unread: int, width: int) -> Line:
-    """Draw the newest alert and the number of other unread ones."""
+    """Draw the newest alert, and how many others are unread."""
     at = time.strftime("%H:%M:%S", time.localtime(alert.at_seconds))
     more = f" (+{unread - 1})" if unread > 1 else ""
     hint = f"{more}  a: all"
@@ -113,7 +117,10 @@ def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
 
 
 def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
-    """Draw the host's CPU, load and memory, and the totals of all devices or `state`."""
+    """Draw the host's CPU use, load and memory, and the totals of all devices.
+
+    If `state` is given, such as "paused", it replaces the totals.
+    """
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
     size = 6 if width < 100 else 14
@@ -138,7 +145,7 @@ MOST_NOTE_LINES = 3
 
 
 def note_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
-    """Return the first warning in up to 3 lines, and how many more there are."""
+    """Return the first warning in up to 3 lines, with the number of other warnings."""
     if not notes:
         return ()
     more = f" (+{len(notes) - 1}: see help)" if len(notes) > 1 else ""
@@ -158,7 +165,7 @@ def _fact(label: str, text: str, tone: Tone = "text") -> Line:
 
 
 def describe_reading(reading: Reading, draw: Callable[[float], str]) -> str:
-    """Return a reading in words: its value, how old it is, or why it is missing."""
+    """Return a reading in words, with its value and age, or why it is missing."""
     if reading.state is State.VALUE and reading.value is not None:
         return draw(reading.value)
     if reading.state is State.STALE and reading.value is not None:
@@ -180,9 +187,13 @@ def _reading(
     return _fact(label, draw(number), tone(number) if callable(tone) else tone)
 
 
-def _limited(text: Callable[[float], str], whole: Reading) -> Callable[[float], str]:
-    """Return a format function that adds the maximum to a value, as in "40 GiB of 140 GiB"."""
-    return lambda number: f"{text(number)} of {text(whole.value)}" if whole.value else text(number)
+def _with_maximum(format_value: Callable[[float], str], maximum: Reading) -> Callable[[float], str]:
+    """Return a format function that adds the maximum to a value, such as "40 GiB of 140 GiB"."""
+    return lambda number: (
+        f"{format_value(number)} of {format_value(maximum.value)}"
+        if maximum.value
+        else format_value(number)
+    )
 
 
 def _per_second(number: float) -> str:
@@ -213,14 +224,16 @@ def device_details(
         _reading(
             "memory",
             sample.memory_used_bytes,
-            _limited(size, sample.memory_total_bytes),
+            _with_maximum(size, sample.memory_total_bytes),
             memory_tone(sample),
         ),
         _reading("temperature", sample.temperature_celsius, celsius, temperature_tone(sample)),
         _reading("slows down at", sample.temperature_limit_celsius, celsius),
-        _reading("power", sample.power_watts, _limited(watts, sample.power_limit_watts), "power"),
+        _reading(
+            "power", sample.power_watts, _with_maximum(watts, sample.power_limit_watts), "power"
+        ),
         _reading("energy", sample.energy_joules, _energy),
-        _reading("clock", sample.clock_mhz, _limited(_megahertz, sample.clock_max_mhz)),
+        _reading("clock", sample.clock_mhz, _with_maximum(_megahertz, sample.clock_max_mhz)),
         _reading(
             "throttled",
             sample.throttled_percent,
@@ -250,8 +263,7 @@ def device_details(
 
 
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
-    """List all metrics that the device doesn't support in one sentence at the end."""
-    # The device doesn't support a metric without a value.
+    """Replace the lines of metrics that the device doesn't support by one sentence at the end."""
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
     names = ", ".join(fact.spans[0].text.strip() for fact in missing)
     words = text_lines(f"Not reported by this device: {names}.", width, 6, "dim") if names else ()
@@ -259,7 +271,7 @@ def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
 
 
 def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line, ...]:
-    """Return all metrics of a process, and its whole command."""
+    """Return all metrics of a process, and its command line."""
     facts = [
         _fact("pid", str(row.pid), "strong"),
         _fact("user", plain(row.user)),
@@ -294,8 +306,8 @@ Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, wi
 class ProcessRow(NamedTuple):
     """A process on a device.
 
-    - `seconds`: its run time, or None if unknown.
-    - `ended`: whether it has ended, and its values are the last ones.
+    - `seconds`: for how long it has run, or None if unknown.
+    - `ended`: whether it has ended. Its values are then the last ones.
     """
 
     sample: ProcessSample
@@ -318,11 +330,11 @@ def _reading_column(
             ),
         )
 
-    return Column(key, titles, widths, cell, value=lambda row: _sorted_by(reading(row.sample)))
+    return Column(key, titles, widths, cell, value=lambda row: _sort_value(reading(row.sample)))
 
 
-def _sorted_by(reading: Reading) -> float:
-    """Return a reading's value as a sort key; an unknown value sorts below 0."""
+def _sort_value(reading: Reading) -> float:
+    """Return a reading's value to sort by, or -1 if it is unknown."""
     return -1.0 if reading.value is None else reading.value
 
 
@@ -340,7 +352,7 @@ def _text(
 
 
 def _draw_busy(row: ProcessRow, width: int) -> tuple[Span, ...]:
-    """Draw a bar of the process's share of the device's multiprocessor time."""
+    """Draw a bar with the percentage of the device's multiprocessor time that a process uses."""
     busy = row.sample.sm_percent.current
     return () if busy is None else bar(busy / 100, width)
 
@@ -400,7 +412,7 @@ def identity(sample: ProcessSample) -> Identity:
 
 
 def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tuple[ProcessRow, ...]:
-    """Return table rows for the processes of a reading, and for processes that have just ended."""
+    """Return the table rows of a reading's processes, and of processes that have just ended."""
     return tuple(
         ProcessRow(
             _as_old(each) if each in ended else each,
@@ -412,7 +424,7 @@ def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tup
 
 
 def _as_old(sample: ProcessSample) -> ProcessSample:
-    """Return an ended process's sample with its readings marked as stale."""
+    """Return the last sample of an ended process, with its readings marked as stale."""
     fields = ("memory_bytes", "sm_percent", "cpu_percent", "samples_per_second")
     known = {
         field: reading for field in fields if (reading := getattr(sample, field)).value is not None
@@ -424,7 +436,7 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
     return msgspec.structs.replace(sample, **old)
 
 
-def nothing_there(devices: Sequence[DeviceSample]) -> Lesson:
-    """Return the text of an empty table of processes: how to start a training run."""
+def empty_process_text(devices: Sequence[DeviceSample]) -> Lesson:
+    """Return the text of the table without processes, which says how to start a training run."""
     only_cpu = bool(devices) and all(sample.device.on_cpu for sample in devices)
     return NO_TRAINING if only_cpu else NO_PROCESS

@@ -16,16 +16,17 @@ from .charts import axis_ticks, nice_ceiling, short, whole
 # bits of a braille character by column and row of the dot, counted from the top left
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 BRAILLE = 0x2800
-LEAST_WIDTH, LEAST_HEIGHT = 24, 5  # least cells of a readable chart
-CELLS_PER_TICK = 8, 2  # least cells between ticks along x and y: closer labels would touch
+LEAST_WIDTH, LEAST_HEIGHT = 24, 5  # minimum size of a readable chart in cells
+CELLS_PER_TICK = 8, 2  # minimum distance of ticks along x and y, so that labels don't touch
 _DASH = 3  # where a curve is a prediction, one of this many dots is drawn
 _HATCH = "╱"
 
 
 class PlotPoint(NamedTuple):
-    """A measured point; `low` and `high` are the ends of its confidence interval, or None.
+    """A measured point in a chart.
 
-    `text` is shown when the cursor is on the point.
+    `low` and `high` are the ends of its confidence interval, or None. `text` is shown when the
+    cursor is on the point.
     """
 
     x: float
@@ -38,7 +39,7 @@ class PlotPoint(NamedTuple):
 class Series(NamedTuple):
     """The points and the curve of one colour in a chart.
 
-    Beyond x = `known_to`, the curve is a prediction and drawn with gaps.
+    Above x = `known_to`, the curve is a prediction and drawn with gaps.
     """
 
     label: str
@@ -50,7 +51,7 @@ class Series(NamedTuple):
 
 
 class Zone(NamedTuple):
-    """A hatched range of x, such as batches that run out of memory."""
+    """A hatched range of x values, such as batch sizes that run out of memory."""
 
     low: float
     high: float = math.inf
@@ -74,19 +75,19 @@ class Axis(NamedTuple):
             share = (number - self.low) / (self.high - self.low)
         return max(0.0, min(1.0, share))
 
-    def ticks(self, most: int) -> list[float]:
-        """Return round values for about `most` ticks."""
+    def ticks(self, max_ticks: int) -> list[float]:
+        """Return round values for ticks on the axis, about `max_ticks` of them."""
         if not self.log2:
-            steps = axis_ticks(self.high - self.low, most)
+            steps = axis_ticks(self.high - self.low, max_ticks)
             return [self.low + step for step in steps]
         first = math.ceil(math.log2(self.low) - 1e-9)
         last = math.floor(math.log2(self.high) + 1e-9)
-        every = max(1, -(-(last - first + 1) // max(1, most)))
+        every = max(1, -(-(last - first + 1) // max(1, max_ticks)))
         return [2.0**power for power in range(first, last + 1, every)]
 
 
 def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
-    """Return an axis with round ends that covers all values; a linear axis begins at 0.
+    """Return an axis with round ends that covers all values. A linear axis begins at 0.
 
     Ignores values that are not finite and, on a logarithmic axis, values up to 0.
     """
@@ -103,8 +104,8 @@ def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
 class Chart(NamedTuple):
     """The contents of a chart.
 
-    `cursor` is the x of the points whose values are shown, or None; `draw_x` and `draw_y` format
-    the labels of the axes.
+    Values are shown for the points at x = `cursor`, unless that is None. `draw_x` and `draw_y`
+    format the labels of the axes.
     """
 
     series: tuple[Series, ...] = ()
@@ -128,7 +129,7 @@ class Chart(NamedTuple):
         return tuple(sorted({point.x for one in self.series for point in one.points}))
 
     def read_out(self) -> tuple[tuple[Series, PlotPoint], ...]:
-        """Return the points at the cursor, each with its series."""
+        """Return the points at the cursor, each with the series that it belongs to."""
         return tuple(
             (one, point) for one in self.series for point in one.points if point.x == self.cursor
         )
@@ -145,7 +146,7 @@ class Chart(NamedTuple):
 
 
 class Canvas:
-    """A drawing of braille dots, with text in front of them and behind."""
+    """A drawing of braille dots, with text in front of the dots and behind them."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width = width
@@ -156,23 +157,25 @@ class Canvas:
         self._front: dict[tuple[int, int], tuple[str, Tone]] = {}
 
     def dot(self, x: int, y: int, tone: Tone) -> None:
-        """Set a dot; its cell takes the tone. Dots outside are ignored."""
+        """Set a dot, and give its cell the tone. Dots outside the canvas are ignored."""
         column, row = x // 2, y // 4
         if 0 <= column < self.width and 0 <= row < self.height:
             self._bits[row][column] |= DOTS[x % 2][y % 4]
             self._tones[row][column] = tone
 
-    def stroke(self, start: tuple[int, int], end: tuple[int, int], tone: Tone, every: int) -> None:
-        """Draw a straight line of dots; with `every` above 1, with gaps."""
+    def stroke(
+        self, start: tuple[int, int], end: tuple[int, int], tone: Tone, step_size: int
+    ) -> None:
+        """Draw a straight line of dots, but only every `step_size`-th one of them."""
         across, down = end[0] - start[0], end[1] - start[1]
         steps = max(abs(across), abs(down), 1)
-        for step in range(0, steps + 1, every):
+        for step in range(0, steps + 1, step_size):
             x = start[0] + round(across * step / steps)
             y = start[1] + round(down * step / steps)
             self.dot(x, y, tone)
 
     def write(self, column: int, row: int, text: str, tone: Tone, *, behind: bool = False) -> None:
-        """Write text at a cell; with `behind`, dots cover it."""
+        """Write text that begins at a cell. Dots cover it if `behind` is set."""
         layer = self._behind if behind else self._front
         for place, sign in enumerate(text, column):
             if 0 <= place < self.width and 0 <= row < self.height:
@@ -200,7 +203,7 @@ class Frame(NamedTuple):
     height: int
 
     def column(self, number: float) -> int:
-        """Return the column of cells in which an x value is drawn."""
+        """Return the column of cells in which the x value `number` is drawn."""
         return self.dots(number, self.y.low)[0] // 2
 
     def y_ticks(self) -> list[float]:
@@ -217,18 +220,18 @@ class Frame(NamedTuple):
         return ticks
 
     def row(self, number: float) -> int:
-        """Return the row of cells in which a y value is drawn, counted from the top."""
+        """Return the row of cells, counted from the top, in which the y value `number` is drawn."""
         return self.dots(self.x.low, number)[1] // 4
 
     def dots(self, x: float, y: float) -> tuple[int, int]:
-        """Return the column and row of dots of a point, from the top left."""
+        """Return the position of a point in columns and rows of dots, counted from the top left."""
         across = round(self.x.place(x) * (self.width * 2 - 1))
         up = round(self.y.place(y) * (self.height * 4 - 1))
         return across, self.height * 4 - 1 - up
 
 
 def frame_chart(chart: Chart, width: int, height: int) -> Frame:
-    """Lay out a chart in `width` by `height` cells."""
+    """Lay out a chart in `width` x `height` cells, and return its axes and the size of its plot."""
     x, y = chart.axes()
     rows = max(1, height - 3)
     ticks = Frame(x, y, 0, width, rows).y_ticks()
@@ -238,9 +241,9 @@ def frame_chart(chart: Chart, width: int, height: int) -> Frame:
 
 
 def draw_chart(chart: Chart, width: int, height: int) -> tuple[Line, ...]:
-    """Draw a chart: a legend, the plot with its y labels, and the x axis.
+    """Draw a chart with a legend, the plot, and both axes.
 
-    Returns no lines below 24 x 5 cells, and a message if the chart is empty.
+    Returns no lines if there are fewer than 24 x 5 cells, and a message if the chart is empty.
     """
     if width < LEAST_WIDTH or height < LEAST_HEIGHT:
         return ()
@@ -314,7 +317,7 @@ def _legend(chart: Chart, width: int) -> Line:
 
 
 def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
-    """Yield the label and the axis at the left of each row."""
+    """Yield the label and the axis to draw at the left of each row."""
     labels = {frame.row(tick): chart.draw_y(tick) for tick in frame.y_ticks()}
     for row in range(frame.height):
         label = labels.get(row, "")
@@ -344,12 +347,12 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """Return the value of `stops` drawn nearest to `column`, or None if there are none."""
+    """Return the value in `stops` that is drawn nearest to `column`, or None if there is none."""
     return min(stops, key=lambda stop: abs(frame.column(stop) - column), default=None)
 
 
 def read_out_line(chart: Chart, width: int) -> Line:
-    """Return the values at the cursor as a line, or a hint how to move the cursor."""
+    """Return a line with the values at the cursor, or with a hint about how to move it."""
     found = chart.read_out()
     if not found:
         hint = "← → read the points" if chart.stops() else ""

@@ -1,4 +1,4 @@
-"""The ranks of a training run: their devices, step times and causes of slowness."""
+"""The ranks of a training run, with their devices and step times, and what slows them down."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from evener.training.step_limits import MeasuredRank, TrainingAnalysis
 from evener.training.step_sums import RankStep, StepSums
 
 SILENT_STEPS = 3.0  # a rank is silent if its report is late by more steps
-# least percentage to report: of throttled time, or of a device's use by another process
+# smaller percentages of throttled time, or of a device's use by another process, aren't reported
 LEAST_PERCENT = 5.0
-MOST_PASSES = (
-    1000  # most passes of a share; a report with more is wrong, and would take long to write
-)
+MOST_PASSES = 1000  # a report of a share with more passes is wrong, and would take long to format
 ORDER: tuple[Doing, ...] = get_args(Doing)
 Work = Mapping[
     tuple[str, str], tuple[float, float]
@@ -35,7 +33,7 @@ NO_STEP = RankStep(0.0, 0.0, 0.0, 0.0, 0.0)
 class RankRow(msgspec.Struct, frozen=True):
     """A rank of a training run on one of its devices.
 
-    Unknown numbers are 0, unknown texts "", and an unknown rank is -1. Fields that end in `_s` are
+    An unknown number is 0, an unknown text "", and an unknown rank -1. Fields that end in `_s` are
     in seconds.
     """
 
@@ -49,7 +47,7 @@ class RankRow(msgspec.Struct, frozen=True):
     own_work_s: float  # seconds of a step until the last gradient is ready
     waiting_s: float  # seconds of a step from there to the end of the backward pass
     silent_s: float  # seconds for which its next report has been overdue; 0 while it reports
-    doing: Doing  # part of the step where it is silent; empty if unknown (stopped process)
+    doing: Doing  # phase of the step in which it is silent; empty if unknown (stopped process)
     batch: int  # number of the batch in which it is silent
     input_s: float  # seconds of a step waiting for data
     # seconds of a step between the backward pass and the next batch, without the optimizer
@@ -77,7 +75,7 @@ DOING: dict[Doing, str] = {  # what a silent rank is doing
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """Something that slows a training run down, or keeps it from going on."""
+    """A reason why a training run is slow or doesn't go on."""
 
     kind: str  # the kind of a limit, or SILENT
     text: str
@@ -90,7 +88,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class RankOnDevice(NamedTuple):
-    """A rank's row, its report about a device, and the device's reading or None."""
+    """A rank's row, what it reported about a device, and the device's reading or None."""
 
     row: RankRow
     live: LiveDevice
@@ -100,9 +98,9 @@ class RankOnDevice(NamedTuple):
 def place_ranks(
     report: Training, samples: SamplesByDevice, at_seconds: float
 ) -> Iterator[RankOnDevice]:
-    """Yield a row for each device of a rank's report.
+    """Yield a row for each device in the report of a rank.
 
-    `samples` are the readings by host and device id; `at_seconds` is the time of the reading.
+    `samples` are the readings by host and device id; `at_seconds` is their time in Unix seconds.
     """
     silent_s = silent_seconds(report, at_seconds)
     for live in report.devices or (LiveDevice("", -1, 0, report.samples_per_second),):
@@ -137,21 +135,24 @@ def place_ranks(
 
 
 def measure_on_device(
-    place: RankOnDevice, rows: Sequence[RankRow], report: Training
+    rank: RankOnDevice, rows: Sequence[RankRow], report: Training
 ) -> MeasuredRank:
-    """Return a rank's measurements on one device, as the analysis of its steps needs them."""
-    row, name = place.row, _name_rank(place.row, rows)
-    return measure_rank(report, place.live, name, row.recent, row.micro, report.starved)
+    """Return what a rank measured on one device, in the form that the analysis of steps needs.
+
+    `rows` are all ranks of the training run, and `report` is this rank's report.
+    """
+    row, name = rank.row, _name_rank(rank.row, rows)
+    return measure_rank(report, rank.live, name, row.recent, row.micro, report.starved)
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """Return for how many seconds a rank's report is overdue; 0 if it is only slightly late."""
+    """Return for how many seconds a rank's report is overdue, or 0 if it is only slightly late."""
     late_s = report.late_seconds(at_seconds)
     return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
 
 
 def work_by_device(snapshot: Snapshot) -> Work:
-    """Return the seconds of compute and waiting per step of each device that trains.
+    """Return the seconds of compute and waiting in a step of each device that trains.
 
     Devices with overdue reports are left out. The host in the keys is "" for devices of this
     machine.
@@ -167,7 +168,7 @@ def work_by_device(snapshot: Snapshot) -> Work:
 
 
 def _name(live: LiveDevice) -> str:
-    """Return the name of a device that the monitor doesn't see."""
+    """Return a name for a device that the monitor doesn't see."""
     name = label_device(live.id, live.index)
     name = name or (f"device {live.index}" if live.index >= 0 else "")
     return plain("/".join(part for part in (live.host, name) if part), 80)
@@ -175,52 +176,56 @@ def _name(live: LiveDevice) -> str:
 
 def find_causes(
     ranks: Sequence[RankOnDevice],
-    judged: TrainingAnalysis,
+    analysis: TrainingAnalysis,
     processes: Sequence[ProcessSample],
-    missing: int = 0,
+    missing_ranks: int = 0,
 ) -> tuple[Cause, ...]:
-    """Return why a training run is slow: silent ranks, step time, heat, other processes.
+    """Return why a training run is slow, such as silent ranks, heat, or other processes.
 
-    - `judged`: the analysis of its steps.
+    - `analysis`: the analysis of its steps.
     - `processes`: all processes on the devices.
-    - `missing`: the number of ranks that don't report on this machine.
+    - `missing_ranks`: the number of ranks that don't report on this machine.
     """
     rows = [place.row for place in ranks]
     return (
-        *_find_silent_causes(rows, missing),
-        *(_describe_limit(limit, judged, rows) for limit in judged.limits),
+        *_find_silent_causes(rows, missing_ranks),
+        *(_describe_limit(limit, analysis, rows) for limit in analysis.limits),
         *_throttled(ranks),
         *_neighbours(rows, processes),
     )
 
 
 def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
-    """Return the name of a rank for messages: its device, or "Rank 3" if several ranks share it."""
+    """Return a rank's name: its device or, if several ranks share that, a name such as "Rank 3"."""
     if row.device and sum(other.device == row.device for other in rows) == 1:
         return row.device
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
 
 
-def _find_silent_causes(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
-    """Yield a cause for each silent rank that the others wait for."""
-    # If all ranks are silent in the same part of a step, there is one cause for all of them.
+def _find_silent_causes(rows: Sequence[RankRow], missing_ranks: int) -> Iterator[Cause]:
+    """Yield a cause for each silent rank that the other ranks wait for.
+
+    If all ranks are silent in the same phase of a step, there is one cause for all of them.
+    """
     silent = [row for row in rows if row.silent_s]
-    holding = _find_holding(silent)
-    if _are_all_at_one(rows, holding):
-        yield _describe_all(rows, missing)
+    blocking = _find_blocking_ranks(silent)
+    if _are_all_in_one_phase(rows, blocking):
+        yield _describe_all(rows, missing_ranks)
         return
     held = [row for row in silent if row.doing]
-    waits = any(row not in holding for row in held)
-    # `missing` ranks don't report on this machine
-    unknown = missing > 0 or len(rows) > len(silent)  # the progress of some ranks is unknown
-    for row in holding:
-        yield _describe_silent(row, _name_rank(row, rows), waits, unknown)
+    others_wait = any(row not in blocking for row in held)
+    others_unknown = missing_ranks > 0 or len(rows) > len(
+        silent
+    )  # the progress of some ranks is unknown
+    for row in blocking:
+        yield _describe_silent(row, _name_rank(row, rows), others_wait, others_unknown)
 
 
-def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
-    """Return the silent ranks that the other ranks wait for."""
-    # They are the ranks that have stopped or, without any, those with the least progress in the
-    # step.
+def _find_blocking_ranks(silent: Sequence[RankRow]) -> list[RankRow]:
+    """Return the silent ranks that the other ranks wait for.
+
+    These are the ranks that have stopped or, if none has, those that are furthest behind.
+    """
     stopped = [row for row in silent if not row.doing]
     if stopped or not silent:
         return stopped
@@ -228,57 +233,66 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
     return [row for row in silent if _progress(row) == least]
 
 
-def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
-    """Return whether all ranks, at least two, are silent in the same part of a step."""
-    # A rank that isn't in `holding` has made more progress. A single rank isn't waited for.
+def _are_all_in_one_phase(rows: Sequence[RankRow], blocking: Sequence[RankRow]) -> bool:
+    """Return whether all ranks, at least two, are silent in the same phase of a step.
+
+    `blocking` are the ranks that are furthest behind.
+    """
+    # Nobody waits for a single rank.
     at = {row.doing for row in rows}
-    return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
+    return len(rows) == len(blocking) > 1 and len(at) == 1 and "" not in at
 
 
-def _describe_all(rows: Sequence[RankRow], missing: int) -> Cause:
+def _describe_all(rows: Sequence[RankRow], missing_ranks: int) -> Cause:
     last = max(rows, key=lambda row: row.silent_s)
-    seen = " seen here" if missing else ""
+    seen = " seen here" if missing_ranks else ""
     text = f"All ranks{seen} have been {_describe_silence(last)}."
     return Cause(_silence_kind(last), text, seconds=last.silent_s)
 
 
-def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cause:
-    """Describe how long a rank has been silent, where in a step, and whether others wait."""
-    if waits and not row.doing:
+def _describe_silent(row: RankRow, name: str, others_wait: bool, others_unknown: bool) -> Cause:
+    """Describe how long a rank has been silent, in which phase of a step, and whether others wait.
+
+    `others_unknown` means that it isn't known how far some of the other ranks are.
+    """
+    if others_wait and not row.doing:
         silent = f"{name} has been silent for {duration(row.silent_s)}"
         text = f"{silent}: stopped, or gone; the others wait for it."
         return Cause(SILENT, text, name, row.silent_s, others_wait=True)
-    if unknown and row.doing == "sum":
+    if others_unknown and row.doing == "sum":
         text = f"{name} has been {_describe_silence(row)}; where the others are isn't known yet."
         return Cause(_silence_kind(row), text, name, row.silent_s, others_wait=None)
-    text = f"{name} has been {_describe_silence(row)}{_waiting_for_it(waits)}."
-    return Cause(_silence_kind(row), text, name, row.silent_s, others_wait=waits)
+    text = f"{name} has been {_describe_silence(row)}{_waiting_for_it(others_wait)}."
+    return Cause(_silence_kind(row), text, name, row.silent_s, others_wait=others_wait)
 
 
 def _describe_silence(row: RankRow) -> str:
-    """Describe which part of a step a silent rank is in, and for how long."""
+    """Describe the phase of a step in which a rank has been silent, and for how long."""
     perhaps = ", perhaps in an evaluation or a checkpoint" if row.doing == "between steps" else ""
     return f"{DOING[row.doing]} for {duration(row.silent_s)}{perhaps}"
 
 
-def _waiting_for_it(others: bool) -> str:
-    return "; the others wait for it" if others else ""
+def _waiting_for_it(others_wait: bool) -> str:
+    return "; the others wait for it" if others_wait else ""
 
 
 def _silence_kind(row: RankRow) -> str:
-    """Return the kind of limit that a silent rank's part of a step belongs to, or `SILENT`."""
+    """Return the kind of limit for the phase in which a rank is silent, or else `SILENT`."""
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return a silent rank's batch and part of a step, to find the rank that is furthest behind."""
-    # A rank requests its next batch either before or after its work between steps. So these two
-    # parts of a step count as equally far.
+    """Return how far a silent rank is, as its batch and its phase of the step.
+
+    The lowest value is that of the rank that is furthest behind.
+    """
+    # Some ranks request their next batch before their work between steps, others after it, so these
+    # two phases count as equally far.
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
 
 
-_WHAT = {  # what takes time in a step: on all ranks, or on one
+_WHAT = {  # sentences about what takes time in a step, for all ranks and for a single one
     LimitKind.INPUT: ("Input takes", "waits for data for"),
     LimitKind.RANK_INPUT: ("Input takes", "waits for data for"),
     LimitKind.OPTIMIZER: ("The optimizer's step takes", "is in the optimizer's step for"),
@@ -292,31 +306,38 @@ _WHAT = {  # what takes time in a step: on all ranks, or on one
 
 
 def _describe_limit(
-    limit: TrainingLimit, judged: TrainingAnalysis, rows: Sequence[RankRow]
+    limit: TrainingLimit, analysis: TrainingAnalysis, rows: Sequence[RankRow]
 ) -> Cause:
-    """Describe a limit of the training run's steps as a cause."""
+    """Describe a limit on the speed of a training run as a cause of slowness."""
     # For a limit of one rank, the description says whether the other ranks wait for it.
     seconds, part = limit.milliseconds / 1e3, limit.share
-    named = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]
+    blamed_rows = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]
     waited_s, own_s = 0.0, 0.0
-    if named:
-        waiting = [step.waiting_s for step in judged.steps]
+    if blamed_rows:
+        waiting = [step.waiting_s for step in analysis.steps]
         waited_s = max(waiting, default=0.0)
         if len(rows) == len(waiting):
-            own_s = waiting[rows.index(named[0])]
-    others = bool(named) and waited_s - own_s >= LEAST_SHARE * judged.step_s
-    text = _write_limit(limit, named, waited_s)
+            own_s = waiting[rows.index(blamed_rows[0])]
+    others = bool(blamed_rows) and waited_s - own_s >= LEAST_SHARE * analysis.step_s
+    text = _write_limit(limit, blamed_rows, waited_s)
     if limit.kind != LimitKind.UNEQUAL and others:
         text += _waiting_for_it(others)
-    return Cause(limit.kind.value, f"{text}.", limit.by if named else "", seconds, part, others)
+    return Cause(
+        limit.kind.value, f"{text}.", limit.by if blamed_rows else "", seconds, part, others
+    )
 
 
-def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float) -> str:
-    """Describe a limit, with its milliseconds or percentage of a step."""
-    # `named` is empty if the limit concerns several ranks
+def _write_limit(
+    limit: TrainingLimit, blamed_rows: Sequence[RankRow], longest_wait_s: float
+) -> str:
+    """Describe a limit in words, with its milliseconds or its percentage of a step.
+
+    - `blamed_rows`: the rank that causes the limit; empty if several ranks do.
+    - `longest_wait_s`: the longest time in seconds that a rank waits in a step.
+    """
     took = milliseconds(limit.milliseconds / 1e3)
-    if limit.kind == LimitKind.UNEQUAL and named:
-        own, waited = step_time(named[0].own_work_s), step_time(waited_s)
+    if limit.kind == LimitKind.UNEQUAL and blamed_rows:
+        own, waited = step_time(blamed_rows[0].own_work_s), step_time(longest_wait_s)
         return f"{limit.by} takes {own} for its share; others wait up to {waited} for it"
     if limit.kind == LimitKind.EXCHANGE:
         return f"The exchange of gradients takes {took} that no computation overlaps"
@@ -327,10 +348,10 @@ def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float
         return f"The GPU waits for the host that starts kernels, in {took} of own work"
     if limit.kind == LimitKind.BETWEEN:
         example = f"{percent(limit.share)} of the time, for example in logging or clipping"
-        whose = f"{limit.by}'s work" if named else "Work"
+        whose = f"{limit.by}'s work" if blamed_rows else "Work"
         return f"{whose} between steps takes {took}, {example}"
     everywhere, alone = _WHAT[limit.kind]
-    begin = f"{limit.by} {alone}" if named else everywhere
+    begin = f"{limit.by} {alone}" if blamed_rows else everywhere
     return f"{begin} {took} of a step, {percent(limit.share)}"
 
 

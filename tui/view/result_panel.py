@@ -1,4 +1,4 @@
-"""The result of a search: verdict, shares, gains over other layouts, and keys."""
+"""The result of a search, with its verdict, shares, gains over other layouts, and keys."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from evener.printable import plain
 from ..text.summaries import rival_lines as rival_texts
 from ..text.summaries import share_table, write_search
 from .balance_lines import (
+    gain_tone,
     other_warnings,
     share_legend,
     shares_bar,
     verdict_head,
-    versus_tone,
     warning_lines,
     write_gain_of,
 )
@@ -33,15 +33,15 @@ from .table import whole_table
 
 WIDEST_NAME = 30
 GAIN_CELLS = 14
-MOST_LEGEND = 3  # most lines of the legend of shares
-MOST_REMARK = 8  # most lines of a remark, enough that no remark is truncated
+MOST_LEGEND = 3  # maximum number of lines of the shares' legend
+MOST_REMARK = 8  # maximum number of lines of a remark, enough for all remarks
 LEAST_BAR = 8
 BAR_SIGN = "▇"
 PLAN_NAME = "this plan"
 
 
 class KeyHint(NamedTuple):
-    """A key and its effect, shown below a result."""
+    """A key and what it does, as shown below a result."""
 
     key: str
     words: str
@@ -51,7 +51,7 @@ class KeyHint(NamedTuple):
 def result_lines(
     state: SessionState, width: int, height: int, keys: Sequence[KeyHint]
 ) -> tuple[Line, ...]:
-    """Return the result in at most `height` lines; the last line lists keys.
+    """Return the result in at most `height` lines, the last of which lists the keys.
 
     It is empty while the search has no result.
     """
@@ -69,12 +69,12 @@ def result_lines(
 
 
 def count_rows(state: SessionState, width: int) -> int:
-    """Return how many lines the whole result takes."""
+    """Return how many lines the result takes if nothing is left out."""
     return len(result_lines(state, width, 999, ()))
 
 
 def _shares(state: SessionState, width: int) -> list[Line]:
-    """Draw the plan's shares; empty for one device or if there is no room."""
+    """Draw the plan's shares. Returns no lines for a single device, or without room."""
     chosen = chosen_layout(state)
     if chosen is None or len(chosen.active) < 2 or width < 20:
         return []
@@ -106,15 +106,15 @@ def _gain_bar(
         spans += _blocks(rated.rate.value / top, bar_cells, first)
     number = rate(rated.rate.value) if is_known(rated.rate) else f"~{rate(rated.rate.value)}"
     spans += (Span(f"{number:>10}", "speed" if first else "text"),)
-    spans += (Span(f"  {gain:<{GAIN_CELLS - 2}}", versus_tone(gain)),)
+    spans += (Span(f"  {gain:<{GAIN_CELLS - 2}}", gain_tone(gain)),)
     return Line(pad(tuple(spans), width))
 
 
-def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
-    """Draw a bar that fills the fraction `part` of `width`, in the plan's colour if `first`."""
+def _blocks(fraction: float, width: int, is_plan: bool) -> tuple[Span, ...]:
+    """Draw a bar that fills a `fraction` of the width, in the plan's colour if `is_plan` is set."""
     # It is lower than a line of text, so that bars don't touch.
-    count = max(1, round(min(1.0, part) * width))
-    return Span(BAR_SIGN * count, "speed" if first else "dim"), Span(" " * (width - count))
+    count = max(1, round(min(1.0, fraction) * width))
+    return Span(BAR_SIGN * count, "speed" if is_plan else "dim"), Span(" " * (width - count))
 
 
 def _remarks(finished: Finished, width: int) -> list[Line]:
@@ -133,7 +133,7 @@ def _written(finished: Finished) -> VerdictText | None:
 
 
 def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
-    """Return the keys that fit; a click on one presses it."""
+    """Return a line with as many keys as fit. A click on a key presses it."""
     spans: list[Span] = []
     for hint in keys:
         action = f"app.simulate_key('{hint.key}')"
@@ -148,7 +148,7 @@ def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
 
 
 def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[Line, ...]:
-    """Return every detail of a finished search: verdict, next steps, shares, measurements.
+    """Return every detail of a finished search, including all of its measurements.
 
     `path` is the file of the plan, or "" if it wasn't written.
     """
@@ -183,7 +183,7 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
 
 
 def _verdict_texts(finished: Finished) -> list[str]:
-    """Return the gains, warnings and remarks that come after the recommendation."""
+    """Return the gains, warnings and remarks of the verdict, without its recommendation."""
     written = _written(finished)
     if written is None:
         # a run of an older version has only the verdict's text

@@ -1,4 +1,4 @@
-"""Comparison of two stored runs and their plans."""
+"""The comparison of two stored runs and their plans."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from evener.printable import plain
 from .cells import Line, Mark, Span, Tone, cut, fit, line, text_lines
 
 LABEL_CELLS = 14
-CHANGE_CELLS = 14  # least cells of the column with the change
-MOST_CELLS = 44  # most cells of a value, so that compared values are close together
+CHANGE_CELLS = 14  # minimum width of the column with the change
+MOST_CELLS = 44  # maximum width of a value, so that compared values are close together
 
 
 class ComparedFact(NamedTuple):
@@ -35,10 +35,7 @@ class ComparedFact(NamedTuple):
 
 
 def compare_runs(one: StoredRun, other: StoredRun) -> list[ComparedFact]:
-    """Return the properties of two runs, side by side.
-
-    The properties of their plans are included if both have one.
-    """
+    """Return the properties of two runs and, if both have a plan, those of their plans."""
     found = list(_compare_requests(one, other))
     if one.plan is not None and other.plan is not None:
         found += _compare_plans(one.plan, other.plan)
@@ -98,7 +95,10 @@ def _signed(change: float) -> str:
 
 
 def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line, ...]:
-    """Return a table of the properties that differ; warns if workload or devices do."""
+    """Return a table of the properties that differ between two runs.
+
+    A warning comes first if their workloads or devices differ.
+    """
     found = compare_runs(one, other)
     lines = list(_warn(found, width))
     shown = [each for each in found if each.differs or each.name == "samples/s"]
@@ -111,9 +111,9 @@ def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line
     return tuple(lines)
 
 
-def _heading(one: str, other: str, cells: int) -> Line:
+def _heading(one: str, other: str, width: int) -> Line:
     """Return the heading, with the ids of the two runs."""
-    runs = " ".join(fit(plain(run), cells) for run in (one, other))
+    runs = " ".join(fit(plain(run), width) for run in (one, other))
     return line(Span(f" {'':<{LABEL_CELLS}}{runs} change", "title"))
 
 
@@ -128,10 +128,10 @@ def _draw(each: ComparedFact, cells: int, room: int) -> Line:
     )
 
 
-def _last_part(text: str, cells: int) -> str:
-    """Shorten a path to its last part if it doesn't fit."""
+def _last_part(text: str, width: int) -> str:
+    """Shorten a path to its last part if it is wider than `width`."""
     text = plain(text)
-    return text if len(text) <= cells else text.rpartition("/")[2]
+    return text if len(text) <= width else text.rpartition("/")[2]
 
 
 def _warn(found: list[ComparedFact], width: int) -> Iterator[Line]:

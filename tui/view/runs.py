@@ -1,4 +1,4 @@
-"""The table of stored runs, and the page about one run."""
+"""The table of stored runs, and the page with the details of one run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .result_panel import everything_lines
 from .search_log import LOG, log_rows
 from .table import TAG, Column, table_lines, text_cell, whole_table
 
-LEAST_MEASUREMENTS = 5  # least lines below a plan for listing measurements
+LEAST_MEASUREMENTS = 5  # minimum number of lines below a plan for a list of measurements
 _STATE_TONES: dict[str, Tone] = {
     "running": "speed",
     "finished": "good",
@@ -128,19 +128,22 @@ def has_failed(summary: RunSummary) -> bool:
 
 
 def _end_state(run: StoredRun) -> SessionState:
-    """Return the state of the search at the end of a run, but without measurements."""
+    """Return the state of the search when a run ended, but without its measurements."""
     state = first_state(run.header.devices, run.header.workload, run.header.run)
     return msgspec.structs.replace(state, finished=run.end, ended=True)
 
 
 def _with_measurements(run: StoredRun) -> SessionState:
-    """Return the search state at the end of a run, with its measurements."""
+    """Return the state of the search when a run ended, with its measurements."""
     seen = run.record.seen
     return msgspec.structs.replace(_end_state(run), seen=seen, probes=len(seen))
 
 
 def run_page(run: StoredRun, width: int, path: str = "") -> tuple[Line, ...]:
-    """Return the page with every detail of a run; `path` is the file of its plan, or ""."""
+    """Return a page with every detail of a run.
+
+    `path` is the file of its plan, or "" if it wasn't written.
+    """
     state = _with_measurements(run)
     head = whole_lines(run.header.workload, width, "strong")
     if run.end is not None:

@@ -1,4 +1,4 @@
-"""The table of a search's devices: what each is doing, its best speed, its largest batch."""
+"""The table of a search's devices, with their activity, best speed and largest batch."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from .charts import bar
 from .devices import DEVICE_COLUMNS, DeviceRow, short_name
 from .table import Column, Grid
 
-ALONE_CELLS = 14  # cells of a device's best throughput without its bar
+ALONE_CELLS = 14  # cells of a device's best throughput, without the bar
 LEAST_BAR = 8
 LONG_SECONDS = 2.0  # seconds after which a phase shows how long it has lasted
 
 
 class SearchDeviceRow:
-    """A device of a search; `running` is the probe that uses it now, or None.
+    """A device of a search.
 
-    `sample` is None in a replay.
+    - `running`: the probe that uses it now, or None.
+    - `sample`: its reading, or None in a replay.
     """
 
     def __init__(
@@ -81,8 +82,13 @@ def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     return Span(f"{Mark.RUNNING} ", "speed"), Span(words)
 
 
-def _monitor_column(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
-    """Make a column that shows a metric just as the Monitor screen's table does."""
+def _monitor_column(
+    key: str, widths: tuple[int, ...], min_table_width: int = 0
+) -> Column[SearchDeviceRow]:
+    """Make a column that shows a metric in the same way as the table of the Monitor screen.
+
+    It is hidden in tables of fewer than `min_table_width` cells, and in a replay.
+    """
 
     def draw(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
         return (
@@ -91,9 +97,8 @@ def _monitor_column(key: str, widths: tuple[int, ...], needs: int = 0) -> Column
             else column.draw(DeviceRow(row.sample), width)
         )
 
-    # hidden below `needs` cells, and in a replay, which has no samples
     column = next(column for column in DEVICE_COLUMNS if column.key == key)
-    return Column(key, column.titles, widths, draw, needs=needs, there=_is_sampled)
+    return Column(key, column.titles, widths, draw, needs=min_table_width, there=_is_sampled)
 
 
 def _batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
@@ -130,8 +135,8 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw the device's highest samples/s alone, and the rows per step that gave it."""
-    # If there is room, a bar precedes them; a full bar is the throughput of the fastest device.
+    """Draw the device's highest samples/s alone, and the rows per step at which it was reached."""
+    # If there is room, a bar precedes them, which is full for the fastest device.
     spans = _alone_spans(row.state, row.device)
     if span_cells(spans) > width:
         return spans[:1]
@@ -148,7 +153,7 @@ def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
-    """Return a device's highest samples/s alone, and the rows per step that gave it."""
+    """Return a device's highest samples/s alone, and the rows per step at which it was reached."""
     solo = best_solo(state, device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)
@@ -157,7 +162,7 @@ def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
 
 
 def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw the largest batch that fits in memory and the smallest that didn't."""
+    """Draw the largest batch that fits in memory, and the smallest one that doesn't."""
     # The numbers are never truncated. If the chosen layout cuts the device's share into several
     # passes, the share and the number of passes follow if there is room.
     forms = _memory_forms(_largest_that_fits(row), smallest_out_of_memory(row.state, row.device))
@@ -170,7 +175,10 @@ def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _largest_that_fits(row: SearchDeviceRow) -> str:
-    """Return the largest batch that fits, marked "~" if it is a prediction; "" if unknown."""
+    """Return the largest batch that fits in memory, or "" if it is unknown.
+
+    A prediction is marked with "~".
+    """
     ran = largest_run(row.state, row.device)
     curves = row.state.belief.curves if row.state.belief else ()
     sketch = next((curve for curve in curves if curve.device == row.device), None)
@@ -216,7 +224,7 @@ def search_device_rows(
 ) -> list[SearchDeviceRow]:
     """Return a row for each device of the search, with its reading if there is one.
 
-    `samples` has the readings in the order of the devices; it is empty in a replay.
+    `samples` has the readings in the same order as the devices. It is empty in a replay.
     """
     return [
         SearchDeviceRow(state, device, *samples[device : device + 1])

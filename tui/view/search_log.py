@@ -1,4 +1,4 @@
-"""The log of a search: one row for each measurement, and details of each."""
+"""The log of a search, with a row for each measurement, and the details of a measurement."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REASONS: dict[Stage, str] = {
 
 
 class LogRow(msgspec.Struct, frozen=True):
-    """A measurement in the log; `news` is a remark, such as "the fastest so far, +3 %"."""
+    """A measurement in the log. `news` is a remark, such as "the fastest so far, +3 %", or ""."""
 
     number: int  # number of the measurement, from 1, in the order in which measurements ended
     entry: ObservationEntry
@@ -67,7 +67,11 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """Return what to remark about a measurement: its warnings, or else its gain; "" for nothing."""
+    """Return a remark about a measurement, such as its warnings or its gain, or "".
+
+    - `fastest`: the highest samples/s before it.
+    - `alone`: earlier samples/s of each device alone, by device and batch size.
+    """
     if not isinstance(seen, Timed):
         return ""
     doubts = ", ".join(list_doubts(seen))
@@ -153,7 +157,7 @@ LOG: Grid[LogRow] = Grid(
 
 
 def probe_lines(row: LogRow, width: int) -> tuple[Line, ...]:
-    """Return the details of a measurement: its reason, layout, speed and memory."""
+    """Return the details of a measurement, such as its reason, layout, speed and memory."""
     seen = row.seen
     layout, probe = seen.probe.layout, seen.probe
     head = f"Probe {row.number}, at {duration(row.entry.at_seconds)}: {STAGE_WORDS[probe.stage]}"
@@ -185,15 +189,15 @@ def _reason(seen: Observation, width: int) -> tuple[Line, ...]:
     return text_lines(detail, width, 12, "text", 0)
 
 
-def _device_line(row: LogRow, place: int) -> Line:
-    """Return the rows, compute time and memory of a device in a measurement."""
+def _device_line(row: LogRow, device: int) -> Line:
+    """Return a line with a device's rows, compute time and memory in a measurement."""
     seen = row.seen
     spans = [
-        Span(f"{plain(row.labels[place])}  ", "strong"),
-        Span(f"{share_text(seen.probe.layout, place)} rows"),
+        Span(f"{plain(row.labels[device])}  ", "strong"),
+        Span(f"{share_text(seen.probe.layout, device)} rows"),
     ]
     if isinstance(seen, Timed):
-        own, held = seen.device_seconds[place], seen.memory_bytes[place]
+        own, held = seen.device_seconds[device], seen.memory_bytes[device]
         if own is not None:
             spans.append(Span(f"   own work {step_time(own)}", "dim"))
         if held is not None:

@@ -1,4 +1,4 @@
-"""The progress of a search: its steps, current measurement, and best speed over time."""
+"""The progress of a search, with its phases, the current measurement, and the best speed so far."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONE_PHASES: tuple[Phase, ...] = ("alone", "race", "check")  # the phases of a s
 _PHASE_OF: dict[Stage, Phase] = {
     stage: phase for phase, stages in PHASES.items() for stage in stages
 }
-MOST_NAMED = 4  # most devices of a layout that a sentence names
+MOST_NAMED = 4  # further devices of a layout are only counted
 BETWEEN_CELLS = 3  # cells of the line from one phase to the next
 
 
@@ -37,16 +37,16 @@ def phase_of(stage: Stage) -> Phase:
 
 
 def current_phase(state: SessionState) -> Phase:
-    """Return the phase of the search: of the probe that is running, else of the last one."""
+    """Return the phase of the running probe or, if none is running, of the last one."""
     if state.running:
         return phase_of(state.running[-1].probe.stage)
     return phase_of(state.seen[-1].seen.probe.stage) if state.seen else "alone"
 
 
 class BestPoint(NamedTuple):
-    """A measurement that was faster than all before it.
+    """A measurement that was faster than all measurements before it.
 
-    - `at_seconds`: when it ended, on the search's clock.
+    - `at_seconds`: when it ended, in seconds since the search began.
     - `together`: whether it used several devices.
     """
 
@@ -57,7 +57,7 @@ class BestPoint(NamedTuple):
 
 
 def best_over_time(state: SessionState) -> tuple[BestPoint, ...]:
-    """Return the measurements that were the fastest so far when they ended, in their order."""
+    """Return the measurements that were the fastest so far when they ended, the oldest first."""
     found: list[BestPoint] = []
     for entry in state.seen:
         seen = entry.seen
@@ -102,9 +102,7 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _pause_text(state: SessionState) -> str:
-    """Describe the pause, and which probes still have to finish."""
-    # A probe that is still running is completed before the search pauses. In that case, the text
-    # names the probe's devices.
+    """Say that the search is paused, or which probes must finish before it pauses."""
     if not state.running:
         return "Paused: nothing is measured until you resume. The budget stands still."
     busy = sorted({place for each in state.running for place in each.probe.layout.active})
@@ -115,7 +113,7 @@ def _pause_text(state: SessionState) -> str:
 
 
 def _running_text(state: SessionState) -> str:
-    """Describe the layouts that are being measured, and the activity of their probes."""
+    """Describe the layouts that are being measured, and what their probes are doing."""
     # If several layouts are measured at the same time, the text has the phase that has lasted
     # longest.
     if not state.running:
@@ -129,7 +127,7 @@ def _running_text(state: SessionState) -> str:
 
 
 def _phase_line(state: SessionState, width: int) -> Line:
-    """Draw the four phases of the search (alone, split, race, check) and the remaining time."""
+    """Draw the phases of the search (alone, split, race, check) and the remaining time."""
     now, marks = current_phase(state), _phase_marks(state)
     spans: list[Span] = [Span(" ")]
     for phase, (mark, tone) in marks.items():
@@ -145,7 +143,7 @@ def _phase_line(state: SessionState, width: int) -> Line:
 
 
 def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
-    """Return a mark and tone for each part of the search: done, running or to come."""
+    """Return the mark and tone of each phase, which show whether it is done, running or to come."""
     # A search on one device measures no splits, so the phase for splits is left out.
     now = current_phase(state)
     seen = {phase_of(entry.seen.probe.stage) for entry in state.seen}
@@ -161,7 +159,7 @@ def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
 
 
 def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
-    """Return the time left of the budget with a bar, or the time so far without a budget."""
+    """Return the time left of the budget with a bar or, without a budget, the time so far."""
     left = seconds_left(state)
     if left is None:
         return (Span(f"{duration(state.at_seconds)} so far ", "dim"),)
@@ -184,7 +182,7 @@ def best_text(state: SessionState) -> str:
 
 
 def best_chart(state: SessionState) -> Chart:
-    """Return the chart of the highest samples/s over the search's time in seconds."""
+    """Return the chart of the highest samples/s against the search's time in seconds."""
     points = best_over_time(state)
     alone = [point for point in points if not point.together]
     together = [point for point in points if point.together]
@@ -209,7 +207,7 @@ def best_chart(state: SessionState) -> Chart:
 def _best_series(
     state: SessionState, label: str, tone: Tone, points: Sequence[BestPoint], end: float
 ) -> Series:
-    """Return the best samples/s over time as a step-shaped curve that extends to the time `end`."""
+    """Return the highest samples/s over time as a stepped curve that ends at the time `end`."""
     steps: list[tuple[float, float]] = []
     for place, each in enumerate(points):
         until = points[place + 1].at_seconds if place + 1 < len(points) else end
@@ -225,6 +223,6 @@ def _best_series(
 
 
 def _best_text(state: SessionState, point: BestPoint) -> str:
-    """Return the text to show when the cursor is on a point of the chart."""
+    """Return the text to show when the cursor is on this point of the chart."""
     layout = point.layout
     return f"{rate(point.samples_per_second)} samples/s: {name_layout(layout, state.devices)}"

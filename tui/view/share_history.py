@@ -1,4 +1,4 @@
-"""The shares of a training run over time."""
+"""How the shares of a training run changed over time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evener.live.files import ShareChange
 from .cells import Line, Mark, Span, Tone, cells, device_tone
 from .ranks import RankRow
 
-LEAST_LANE = 16  # least cells of a lane
+LEAST_LANE = 16  # minimum width of a lane in cells
 MARGIN = 0.15  # fraction of the shown time that is before the first change
 HIGHEST = 7  # eighths of a cell for the largest share, so that lanes don't touch
 
@@ -21,9 +21,10 @@ def share_lines(
     width: int,
     height: int,
 ) -> tuple[Line, ...]:
-    """Draw each rank's share over time, with numbers at the changes.
+    """Draw each rank's share over time, and number the changes.
 
-    Returns no lines if no share has changed or there is no room. `at_seconds` is the current time.
+    Returns no lines if no share has changed or there is no room. `at_seconds` is the current time
+    in Unix seconds.
     """
     known = [change for change in changes if len(change.before) == len(change.after) == len(rows)]
     shown = rows[: max(0, height - 1)]
@@ -46,47 +47,54 @@ def share_lines(
 
 
 def _draw_lanes(
-    rows: Sequence[RankRow], changes: Sequence[ShareChange], ends: Sequence[int], room: int
+    rows: Sequence[RankRow], changes: Sequence[ShareChange], change_cells: Sequence[int], room: int
 ) -> Iterator[tuple[Span, ...]]:
-    """Yield the shares of each rank over time, drawn as steps."""
-    # the shares before a change end at its cell in `ends`
-    most = max(max(*change.before, *change.after) for change in changes)
+    """Yield a drawing of each rank's shares over time.
+
+    A change of shares is drawn at its cell in `change_cells`.
+    """
+    max_share = max(max(*change.before, *change.after) for change in changes)
     for rank, row in enumerate(rows):
         shares = [*(change.before[rank] for change in changes), changes[-1].after[rank]]
         tone: Tone = "dim" if row.ended_s else device_tone(rank)
-        yield tuple(_draw_lane(shares, ends, most, room, tone))
+        yield tuple(_draw_lane(shares, change_cells, max_share, room, tone))
 
 
-def _number_changes(ends: Sequence[int], room: int) -> str:
-    """Return a line that numbers the changes, each number at the cell of its change."""
+def _number_changes(change_cells: Sequence[int], room: int) -> str:
+    """Return the line below the drawing, which has the number of each change at its cell."""
     # The sentences about the training's changes use the same numbers.
     marks = [" "] * room
-    for number, place in enumerate(ends, 1):
+    for number, place in enumerate(change_cells, 1):
         for sign, where in zip(str(number), range(place, room), strict=False):
             marks[where] = sign
     return "".join(marks)
 
 
 def _cell_of_change(
-    change: ShareChange, every: Sequence[ShareChange], at_seconds: float, room: int
+    change: ShareChange, changes: Sequence[ShareChange], at_seconds: float, room: int
 ) -> int:
-    """Return the cell at which a change is drawn on the time axis, which ends now."""
-    # the axis ends now, at `at_seconds`
-    first = every[0].at
+    """Return the cell at which a change is drawn on a time axis that ends at `at_seconds`.
+
+    `changes` are all changes, the oldest first.
+    """
+    first = changes[0].at
     whole = max(at_seconds - first, 1e-9) / (1 - MARGIN)
     part = MARGIN + (change.at - first) / whole
     return min(room - 1, max(0, round(part * room)))
 
 
 def _draw_lane(
-    shares: Sequence[int], ends: Sequence[int], most: int, room: int, tone: Tone
+    shares: Sequence[int], change_cells: Sequence[int], max_share: int, room: int, tone: Tone
 ) -> Iterator[Span]:
-    """Yield the spans of one rank's shares."""
-    # a share lasts from the cell of one change to that of the next
-    starts = [0, *ends]
-    behind = [*ends, room]
+    """Yield spans that draw one rank's shares.
+
+    A share lasts from its cell in `change_cells` to the next one. The largest share, `max_share`,
+    is drawn highest.
+    """
+    starts = [0, *change_cells]
+    behind = [*change_cells, room]
     for share, start, end in zip(shares, starts, behind, strict=True):
-        level = Mark.LEVELS[max(1, round(HIGHEST * share / max(1, most)))]
+        level = Mark.LEVELS[max(1, round(HIGHEST * share / max(1, max_share)))]
         text = f" {share} " if start else f"{share} "
         length = max(0, end - start)
         if len(text) >= length:

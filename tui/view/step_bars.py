@@ -1,7 +1,8 @@
-"""Bars that show the breakdown of steps.
+"""Bars that show how the time of a training step is spent.
 
-A rank waits for input, computes its own work, waits for other ranks, exchanges gradients, and works
-between steps. There are bars of a rank's mean step, and of its last steps.
+In a step, a rank waits for input, computes its own work, waits for other ranks, exchanges
+gradients, and does the work between steps. There are bars for the mean step of a rank, and for its
+last steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .ranks import RankRow
 
 
 class PartStyle(NamedTuple):
-    """The name, tone and character of a part of a step."""
+    """The name, tone and character for one of the parts into which a step is divided."""
 
     name: str
     tone: Tone
@@ -31,14 +32,14 @@ WAITING = PartStyle("waiting", "warn", "▒")
 EXCHANGE = PartStyle("exchange", "accent", "▚")
 BETWEEN = PartStyle("between steps", "dim", Mark.DOT)
 PARTS = (INPUT, OWN_WORK, WAITING, EXCHANGE, BETWEEN)  # in the order of a step
-LEAST_LANE = 10  # least cells of a lane
+LEAST_LANE = 10  # minimum width of a lane in cells
 STEP_CELLS = 9  # approximate cells of a step in a lane
-LEAST_IN_COMMON = 3  # least steps that all ranks report if their lanes show the same steps
-LEAST_WITH_GAP = 4  # a step of as many cells is followed by a blank
+LEAST_IN_COMMON = 3  # lanes show the same steps if all ranks report at least this number of them
+LEAST_WITH_GAP = 4  # steps that are at least this wide are followed by a blank
 
 
 def legend_line(width: int, has_ended: bool = False) -> Line:
-    """Return the legend of the parts; all dim if the training run has ended."""
+    """Return the legend of the bars' parts, which is dim if the training run has ended."""
     spans: list[Span] = []
     for part in PARTS:
         tone: Tone = "dim" if has_ended else part.tone
@@ -54,12 +55,18 @@ def legend_line(width: int, has_ended: bool = False) -> Line:
 
 
 def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
-    """Draw the breakdown of a rank's step time; `longest_s` seconds fill the bar."""
+    """Draw a bar that divides the time of a rank's step into its parts.
+
+    The bar is full at `longest_s` seconds.
+    """
     return _stack_parts(tuple(step), longest_s, width)
 
 
 def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span, ...]:
-    """Draw the parts of a step, given in seconds, one after the other as a bar."""
+    """Draw a bar of the parts of a step, whose times are given in seconds.
+
+    The bar is full at `longest_s` seconds.
+    """
     if longest_s <= 0 or width <= 0:
         return (Span(" " * max(0, width)),)
     counts = _count_cells(seconds, longest_s, width)
@@ -86,17 +93,20 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
     return counts
 
 
-def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
-    """Give a part of the bar one cell; if the bar is full, take it from the widest part."""
+def _widen_to_one_cell(counts: list[int], part: int, width: int) -> None:
+    """Give an empty part of the bar one cell; in a full bar, take it from the widest part.
+
+    `counts` are the cells of all parts, and `part` is the index of the empty one.
+    """
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
-    counts[place] += 1
+    counts[part] += 1
 
 
 def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, ...]:
-    """Draw the last steps of each rank on one time scale, and which steps they are.
+    """Draw the last steps of each rank on the same time scale, with a caption that numbers them.
 
-    Returns no lines without steps or room.
+    Returns no lines if there are no steps or there is no room.
     """
     lanes = [row for row in rows if row.last_steps][: max(0, height - 1)]
     if not lanes:
@@ -119,21 +129,21 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
     return (*lines, Line((Span(below, "dim"),)))
 
 
-def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
+def _choose_steps(rows: Sequence[RankRow], max_steps: int) -> tuple[list[Sequence[LastStep]], str]:
     """Return the last steps to draw for each rank, and a caption such as "steps 90 to 96"."""
-    # These are the same steps for all ranks if the reports have enough in common. Otherwise they
-    # are each rank's own last steps.
-    first = max(row.last_steps[0].number for row in lanes)
-    last = min(row.last_steps[-1].number for row in lanes)
+    # All ranks show the same steps if enough steps are in all reports. Otherwise, each rank shows
+    # its own last steps.
+    first = max(row.last_steps[0].number for row in rows)
+    last = min(row.last_steps[-1].number for row in rows)
     if last - first + 1 >= LEAST_IN_COMMON:
-        first = max(first, last - most + 1)
+        first = max(first, last - max_steps + 1)
         shown: list[Sequence[LastStep]] = [
-            [step for step in row.last_steps if first <= step.number <= last] for row in lanes
+            [step for step in row.last_steps if first <= step.number <= last] for row in rows
         ]
         if all(shown):
             return shown, f"steps {first} to {last}"
-    count = min(most, *(len(row.last_steps) for row in lanes))
-    own = [row.last_steps[-count:] for row in lanes]
+    count = min(max_steps, *(len(row.last_steps) for row in rows))
+    own = [row.last_steps[-count:] for row in rows]
     return [*own], f"{count} steps of each rank, not all the same ones"
 
 
@@ -144,8 +154,7 @@ def _seconds(step: LastStep) -> float:
 def _draw_lane(
     steps: Sequence[LastStep], exchange_s: float, span_s: float, width: int
 ) -> list[Span]:
-    """Draw the steps of one rank; `span_s` seconds fill the width."""
-    # A step of at least `LEAST_WITH_GAP` cells is followed by a blank.
+    """Draw the steps of one rank. `span_s` seconds fill the width."""
     if span_s <= 0:
         return [Span(" " * width)]
     spans: list[Span] = []
@@ -161,9 +170,11 @@ def _draw_lane(
 
 
 def _parts(step: LastStep, exchange_s: float) -> tuple[float, ...]:
-    """Return a step's time in seconds by part; splits its `meeting_s` into waiting and exchange."""
-    # A step reports waiting and exchange as one time (`meeting_s`). Up to `exchange_s` seconds of
-    # it count as exchange, and the rest as waiting.
+    """Return the time of a step in seconds, divided into its parts.
+
+    The step reports waiting and exchange as one time, `meeting_s`. Up to `exchange_s` seconds of it
+    count as exchange, and the rest as waiting.
+    """
     exchange_s = min(exchange_s, step.meeting_s)
     waiting_s = step.meeting_s - exchange_s
     return step.input_s, step.own_work_s, waiting_s, exchange_s, step.between_s

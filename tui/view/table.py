@@ -1,4 +1,4 @@
-"""Tables whose columns fit the width, with sorting, a cursor and scrolling."""
+"""Tables with columns that adapt to the width, sorting, a cursor and scrolling."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ROWS_OF_NOTHING = 3  # lines for the message of a table without rows
 
 
 class Column(NamedTuple, Generic[RowT]):
-    """A column of a table: its titles, widths, drawing function and sort key."""
+    """A column of a table, with its titles, widths, drawing function and sort key."""
 
     key: str
-    titles: tuple[str, ...]  # titles by length: the longest that fits is shown
+    titles: tuple[str, ...]  # the longest title first; the first that fits is shown
     widths: tuple[
         int, ...
     ]  # in cells, the narrowest first; a width listed twice lets other columns grow first
@@ -28,23 +28,23 @@ class Column(NamedTuple, Generic[RowT]):
     align: Literal["left", "right"] = "right"
     # the sort key of a row; None: not sorted by this column
     value: Callable[[RowT], float | str] | None = None
-    most: int = (
-        0  # largest width in cells, if cells are left once all columns have their last width
-    )
+    most: int = 0  # maximum width in cells, if any are left after all columns have their last width
     needs: int = 0  # the column is hidden if the table has fewer cells
-    there: Callable[[RowT], object] | None = None  # the column is drawn if this is true for any row
+    there: Callable[[RowT], object] | None = (
+        None  # the column is shown only if this is true for some row
+    )
 
 
 TAG: Column[Any] = Column(
     "tagged", ("",), (1,), lambda *_: (), "left"
-)  # the mark of marked rows, which the panel draws
+)  # the panel draws a mark in this column of a marked row
 
 
 class Grid(NamedTuple, Generic[RowT]):
-    """The columns of a table, its text when empty and, optionally, a function that draws rows.
+    """The columns of a table, and the text to show if it has no rows.
 
-    `draw` gets the row, the width of each column by key, the whole width, and whether the cursor is
-    on the row.
+    `draw`, if it is set, draws a row. It gets the row, the width of each column by key, the whole
+    width, and whether the cursor is on the row.
     """
 
     columns: tuple[Column[RowT], ...]
@@ -80,7 +80,7 @@ class Grid(NamedTuple, Generic[RowT]):
 
 
 class Order(NamedTuple):
-    """The column to sort by and the direction; "" keeps the rows as they are."""
+    """The key of the column to sort by, and the direction; "" keeps the order of the rows."""
 
     key: str = ""
     descending: bool = True
@@ -94,14 +94,14 @@ def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
     return tuple(column.key for column in columns if column.value is not None)
 
 
-def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Order:
+def chosen_order(columns: Sequence[Column[RowT]], key: str, current: Order) -> Order:
     """Return the new sort order of a table after the user has chosen the column `key`.
 
-    Choosing the same column again reverses the order; a new column of numbers begins with the
-    largest.
+    Choosing the same column again reverses the order. A new column of numbers is sorted with the
+    largest first.
     """
     by_number = any(column.key == key and column.align == "right" for column in columns)
-    return Order(key, not before.descending if key == before.key else by_number)
+    return Order(key, not current.descending if key == current.key else by_number)
 
 
 def sort_rows(
@@ -115,12 +115,12 @@ def sort_rows(
 
 
 def matches(text: str, words: str) -> bool:
-    """Return whether the text contains all words, in any case and order."""
+    """Return whether the text contains all words, ignoring case and order."""
     return all(word in text.lower() for word in words.lower().split())
 
 
 def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Cell[RowT]:
-    """Return a function that draws the text of a row in a table cell, in one tone."""
+    """Return a function that draws a table cell with a text of its row, in one tone."""
     return lambda row, width: (Span(cut(plain(text(row)), width), tone),)
 
 
@@ -132,10 +132,13 @@ def _heading(
     columns: Sequence[Column[RowT]],
     widths: Mapping[str, int],
     order: Order,
-    more: str,
+    note: str,
     width: int,
 ) -> Line:
-    """Return the line of titles, with a mark at the column that rows are sorted by."""
+    """Return the line of titles. A mark shows which column the rows are sorted by.
+
+    `note` is drawn at the right end.
+    """
     # A click on a title sorts by its column.
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):
@@ -152,16 +155,15 @@ def _heading(
             _BETWEEN,
         )
     titles = tuple(spans[:-1])
-    # `more` is at the right end
-    whole = max(width, span_cells(titles)) if more else span_cells(titles)
-    shown = cut(more, whole // 2)
+    whole = max(width, span_cells(titles)) if note else span_cells(titles)
+    shown = cut(note, whole // 2)
     return Line((*pad(titles, whole - cells(shown)), Span(shown, "key")))
 
 
 def table_row(
     columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, cursor: bool = False
 ) -> Line:
-    """Draw a row in columns of the given widths."""
+    """Draw a row of a table. `widths` has the width of each visible column by key."""
     spans: list[Span] = [Span(Mark.CURSOR if cursor else " ", "strong")]
     for column in _drawn(columns, widths):
         width = widths[column.key]
@@ -171,7 +173,10 @@ def table_row(
 
 
 def window(count: int, cursor: int, height: int, top: int) -> int:
-    """Return the first visible row. It stays at `top` unless the cursor would be hidden."""
+    """Return which row is the first visible one, so that the cursor is visible.
+
+    It is `top`, the first visible row so far, unless the cursor would be hidden.
+    """
     if height <= 0 or count <= height:
         return 0
     top = min(max(top, cursor - height + 1), cursor)
@@ -198,9 +203,9 @@ def table_lines(
     order: Order = UNSORTED,
     note: str = "",
 ) -> tuple[tuple[Line, ...], int]:
-    """Draw a table in `height` lines; return the lines and the first visible row.
+    """Draw a table in `height` lines, and return the lines and the first visible row.
 
-    `note` and the number of hidden rows are at the end of the heading.
+    The heading ends with `note` and the number of hidden rows.
     """
     widths = grid.widths(width, rows)
     room = max(0, height - 1)
@@ -221,7 +226,7 @@ def table_lines(
 
 
 def _hidden_rows(above: int, below: int) -> Iterator[str]:
-    """Yield how many rows are hidden above and below."""
+    """Yield the number of hidden rows above the visible ones, and below them."""
     if above:
         yield f"{Mark.ASCENDING}{above}"
     if below:

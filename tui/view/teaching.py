@@ -11,7 +11,7 @@ BETWEEN_CELLS = 3  # cells between the longest command and the descriptions
 
 
 class Step(NamedTuple):
-    """A key or command, and what it does; `action` is run by a click, "" for none."""
+    """A key or command, and what it does. A click runs `action`, or nothing if that is ""."""
 
     does: str
     words: str
@@ -19,7 +19,7 @@ class Step(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """The text of an empty table, with keys and commands to start with."""
+    """The text of an empty table, and the keys and commands that a new user can start with."""
 
     nothing: str
     steps: tuple[Step, ...] = ()
@@ -82,7 +82,7 @@ def lesson_lines(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
 
 
 def _block(steps: Sequence[Step]) -> list[Line]:
-    """Return the list of keys and commands, with their descriptions aligned."""
+    """Return a line for each key or command, with the descriptions aligned."""
     longest = max((cells(step.does) for step in steps), default=0)
     rows = []
     for step in steps:
@@ -92,7 +92,7 @@ def _block(steps: Sequence[Step]) -> list[Line]:
 
 
 def _sentences(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
-    """Write the lesson's steps as sentences, as many as fit."""
+    """Return the lesson's steps as sentences, as many as fit."""
     text, shown = lesson.nothing, text_lines(lesson.nothing, width, height, "dim")
     for step in lesson.steps:
         text += f" {step.does}: {step.words}."

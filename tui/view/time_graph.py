@@ -1,8 +1,8 @@
-"""Graphs of metrics over time in braille, the newest values at the right.
+"""Graphs of metrics over time, drawn in braille with the newest values at the right.
 
-A tick is one reading of the devices. A cell has two columns of dots; a column stands for one or
-more ticks or, in a short history, a tick takes several columns. Cells always begin at the same
-ticks, so graphs scroll by whole cells and don't flicker.
+A tick is one reading of the devices. A cell has two columns of dots. A column stands for one or
+more ticks or, in a short history, a tick takes several columns. A cell always begins at the same
+tick, so graphs scroll by whole cells and don't flicker.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from .cells import Tone
 SPANS = (30.0, 60.0, 120.0, 300.0, 600.0)  # the times in seconds that graphs can show
 _ROUND_SECONDS = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 86400)
 _CELLS_PER_LABEL = 9
-MOST_STRETCH = 8  # most columns of dots that one tick takes
+MOST_STRETCH = 8  # maximum number of columns of dots for one tick
 _LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)  # dots of a braille character's left column, from below
 _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
 
 class PastTicks(Protocol):
-    """Interface of stored readings; `evener.devices.sampler.Sampler` implements it."""
+    """Interface of an object with stored readings, such as `evener.devices.sampler.Sampler`."""
 
     @property
     def ticks(self) -> int:
         """The number of readings since the start."""
 
     def history(self, key: str, metric: str, newest: int) -> tuple[float | None, ...]:
-        """Return up to `newest` last values of a metric, the oldest first; None where unknown.
+        """Return the last values of a metric, up to `newest` of them, the oldest first.
 
-        `key` identifies a device or a training run.
+        `key` identifies a device or a training run. Unknown values are None.
         """
 
     def times(self, newest: int) -> tuple[float, ...]:
-        """Return the Unix times of up to `newest` last readings, the oldest first."""
+        """Return the Unix times of the last readings, up to `newest` of them, the oldest first."""
 
 
 class TickWindow(NamedTuple):
@@ -62,7 +62,7 @@ class TickWindow(NamedTuple):
 
     @property
     def newest(self) -> int:
-        """How many of the latest readings the graph needs."""
+        """How many of the newest readings the graph needs."""
         if self.stretch > 1:
             return self.ticks
         return self.ticks - self.first_cell * 2 * self.per_dot
@@ -73,7 +73,7 @@ class TickWindow(NamedTuple):
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return a value for each column of dots: the mean of its readings, or None.
+        """Return a value for each column of dots, which is the mean of its readings, or None.
 
         `values` has a value for each reading, the oldest first.
         """
@@ -95,16 +95,19 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def nearest_span(seconds: float) -> float:
-    """Return the time span nearest to `seconds` among those that the user can choose."""
+    """Return the time span that is nearest to `seconds` among those that the user can choose."""
     return min(SPANS, key=lambda span: abs(span - seconds))
 
 
 def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> int:
-    """Return how many readings a column of dots must combine to show `span_seconds`."""
+    """Return how many readings each column of dots must combine to show `span_seconds`.
+
+    `interval_seconds` is the time between readings, and `width` the graph's width in cells.
+    """
     return max(1, math.ceil(span_seconds / interval_seconds / (2 * width) - 0.05))
 
 
-def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
+def scale_short_history(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
     """Choose the scale of a graph so that a short history fills more of it.
 
     Returns the readings per column of dots, and the columns of dots per reading.
@@ -123,30 +126,30 @@ def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
 def draw_columns(
     dots: Sequence[float | None], low: float, top: float, rows: int
 ) -> tuple[str, ...]:
-    """Draw values as filled columns; return lines of braille, from top to bottom.
+    """Draw values as filled columns, and return lines of braille from top to bottom.
 
-    `dots` has two values per cell; `low` and `top` are the ends of the axis. None leaves a column
-    empty.
+    `dots` has two values per cell; None leaves a column empty. `low` and `top` are the ends of the
+    axis.
     """
     steps = 4 * rows
     scale = steps / (top - low) if top > low else 0.0
-    counts = [0 if number is None else _count(number - low, scale, steps) for number in dots]
+    counts = [0 if number is None else _count_dots(number - low, scale, steps) for number in dots]
     stacks = [
         _stack(left, right, rows) for left, right in zip(counts[::2], counts[1::2], strict=True)
     ]
     return tuple(map("".join, zip(*stacks, strict=True)))
 
 
-def _count(number: float, scale: float, most: int) -> int:
+def _count_dots(number: float, scale: float, max_dots: int) -> int:
     """Return how many dots of a column are filled for a value, at least one."""
-    return max(1, min(most, round(number * scale)))
+    return max(1, min(max_dots, round(number * scale)))
 
 
 @lru_cache(maxsize=16384)
 def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
     """Return the characters of one column of cells, from top to bottom.
 
-    `left` and `right` are the filled dots of its two columns.
+    `left` and `right` are the numbers of filled dots in its two columns of dots.
     """
     signs = []
     for row in range(rows - 1, -1, -1):
@@ -156,7 +159,7 @@ def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
 
 
 def shade_tone(tone: Tone, height: float) -> Tone:
-    """Return a darker shade of a tone for the lower parts of a graph.
+    """Return the shade of a tone for a row of a graph; lower rows are darker.
 
     `height` is the upper edge of the row, from 0 (bottom) to 1 (top). `tone` must have shades.
     """
@@ -167,7 +170,7 @@ def shade_tone(tone: Tone, height: float) -> Tone:
 
 
 def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | None:
-    """Return the Unix time of the first reading in a column; None outside the history."""
+    """Return the Unix time of the first reading in a column of cells; None outside the history."""
     if window.stretch > 1:
         tick = (window.first_cell + column) * 2 // window.stretch
     else:
@@ -176,7 +179,7 @@ def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | 
 
 
 def axis_text(width: int, window: TickWindow, times: Sequence[float]) -> str:
-    """Draw the time axis: "now" at the right, and labels such as "2 min" for times before."""
+    """Draw the time axis, with "now" at the right end and labels such as "2 min" before it."""
     signs = list("─" * width)
     signs[-4:] = " now"
     if len(times) < 2:

@@ -16,17 +16,17 @@ from .time_graph import PastTicks, TickWindow, axis_text, draw_columns, mean, sh
 
 LABEL_CELLS = 9  # cells for a device's label in front of its graphs
 GUTTER_CELLS = 6  # cells in front of each graph: its newest value, and the ends of its axis
-LEAST_GRAPH = 14  # a column whose graphs had fewer cells is left out
+LEAST_GRAPH = 14  # minimum width of a graph; columns of narrower graphs are left out
 LEAST_ROWS, MOST_ROWS = 2, 30  # lines of a graph
-MIDDLE_ROWS = 5  # a graph with as many lines also has the middle of its axis
-COLDEST = 20.0  # °C, the lower end of temperatures
+MIDDLE_ROWS = 5  # graphs with this number of lines, or more, also label the middle of the axis
+COLDEST = 20.0  # °C, the lower end of the temperature axis
 
 
 class GraphMetric(NamedTuple):
     """A metric that has a graph.
 
-    `top` returns the upper end of its axis for a device, or None for a round value above all
-    values.
+    `top` returns the upper end of the axis for a device. If it returns None, the axis ends at a
+    round number above all values.
     """
 
     title: str
@@ -58,7 +58,7 @@ METRICS = (
 
 
 class TimeView(NamedTuple):
-    """The user's choices for the graphs: scale, cursor and device.
+    """The user's choices for the graphs, such as the scale and the cursor.
 
     `per_dot` is the number of readings per column of dots. `cursor` is a cell counted from the
     first reading, or None.
@@ -81,7 +81,10 @@ class GraphPlan(NamedTuple):
     label: int = LABEL_CELLS
 
     def cell_at(self, x: int) -> int | None:
-        """Return which cell of a graph is at the screen column `x`, or None between graphs."""
+        """Return the cell of a graph at the screen column `x`, counted from the graph's left edge.
+
+        Returns None between graphs.
+        """
         each = GUTTER_CELLS + self.graph + 1
         within = (x - self.label) % each - GUTTER_CELLS
         inside = self.label <= x < self.label + each * len(self.metrics)
@@ -89,15 +92,17 @@ class GraphPlan(NamedTuple):
 
 
 def place_graphs(
-    samples: Sequence[DeviceSample], past: PastTicks, width: int, height: int, chosen: str = ""
+    samples: Sequence[DeviceSample], past: PastTicks, width: int, height: int, chosen_key: str = ""
 ) -> GraphPlan | None:
-    """Choose the devices and metrics whose graphs fit on the screen, and the graphs' sizes.
+    """Choose the devices and metrics whose graphs fit on the screen, and the size of the graphs.
 
-    The device with the key `chosen` is always among them. Returns None if there is no room, or
-    nothing to show.
+    The device with the key `chosen_key` is always among them. `past` has the stored readings.
+    Returns None if there is no room or nothing to show.
     """
     # Only metrics in the stored readings (`past`), or reported now, have graphs.
-    metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]
+    metrics = [
+        each for each in METRICS if any(_has_reported(sample, each, past) for sample in samples)
+    ]
     room = height - 2  # without the heading and the time axis
     most = max(0, (width - LABEL_CELLS) // (GUTTER_CELLS + LEAST_GRAPH + 1))
     metrics = metrics[:most]
@@ -105,7 +110,7 @@ def place_graphs(
         return None
     shown = min(len(samples), room // LEAST_ROWS)
     keys = [sample.device.key for sample in samples]
-    place = keys.index(chosen) if chosen in keys else 0
+    place = keys.index(chosen_key) if chosen_key in keys else 0
     first = max(0, min(place - shown // 2, len(samples) - shown))
     room = min(room, shown * MOST_ROWS)
     rows = tuple(room * (each + 1) // shown - room * each // shown for each in range(shown))
@@ -114,8 +119,11 @@ def place_graphs(
     return GraphPlan(tuple(metrics), tuple(samples[first : first + shown]), rows, graph, label)
 
 
-def _has_past(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> bool:
-    """Return whether a device has reported a metric."""
+def _has_reported(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> bool:
+    """Return whether a device reports a metric now, or did so in the stored readings.
+
+    A metric whose axis has no upper end, such as samples/s, counts only if it isn't 0.
+    """
     value = getattr(sample, metric.field).value
     if value or (value is not None and metric.top(sample)):
         return True  # a metric without an upper end, such as samples/s, isn't drawn while it is 0
@@ -140,7 +148,7 @@ def draw_timelines(
         parts = [_draw_label(sample, rows, plan.label, sample.device.key == view.chosen)]
         for metric in plan.metrics:
             values = histories[sample.device.key, metric.field]
-            top = tops.get(metric.field) or _top(sample, metric, values)
+            top = tops.get(metric.field) or _axis_top(sample, metric, values)
             parts.append([*_draw_graph(sample, metric, top, window.dots(values), rows, column)])
         lines += _join_parts(parts, width)
     return (*lines, _draw_time_axis(plan, window, past.times(window.newest), column, width))
@@ -163,17 +171,17 @@ def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iter
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """Return the upper end of each metric's axis if all devices have the same scale."""
+    """Return the upper end of each metric's axis if all devices use the same scale."""
     # It is the highest of the ends that the axes of the single devices would have.
     tops: dict[str, float] = {}
     for sample in plan.devices:
         for metric in plan.metrics:
-            own = _top(sample, metric, histories[sample.device.key, metric.field])
+            own = _axis_top(sample, metric, histories[sample.device.key, metric.field])
             tops[metric.field] = max(own, tops.get(metric.field, 0.0))
     return tops
 
 
-def _top(sample: DeviceSample, metric: GraphMetric, values: Sequence[float | None]) -> float:
+def _axis_top(sample: DeviceSample, metric: GraphMetric, values: Sequence[float | None]) -> float:
     """Return the upper end of a metric's axis for one device."""
     given = metric.top(sample)
     if given:
@@ -192,7 +200,7 @@ def _heading(plan: GraphPlan, width: int) -> Line:
 def _draw_label(
     sample: DeviceSample, rows: int, width: int, chosen: bool
 ) -> list[tuple[Span, ...]]:
-    """Return the lines with a device's label and product name, beside its graphs."""
+    """Return lines with a device's label and product name, to draw at the left of its graphs."""
     room = width - 2
     label = cut(sample.device.label.rpartition("/")[2], room)
     mark = Mark.CURSOR if chosen else " "
@@ -213,9 +221,11 @@ def _draw_graph(
     rows: int,
     column: int | None,
 ) -> Iterator[tuple[Span, ...]]:
-    """Yield the lines of a graph, with the cursor at `column` unless None."""
+    """Yield the lines of a graph. The cursor is drawn at `column`, unless that is None.
+
+    `dots` has a value for each column of dots.
+    """
     gutter = _draw_gutter(sample, metric, top, dots, rows, column)
-    # `dots` has a value for each column of dots
     for row, text in enumerate(draw_columns(dots, metric.low, top, rows)):
         tone = _row_tone(sample, metric, top, rows, row)
         graph: tuple[Span, ...] = (Span(text, tone),)
@@ -230,8 +240,7 @@ def _draw_graph(
 
 
 def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, row: int) -> Tone:
-    """Return the tone of one row of a graph; high temperatures have a warning tone."""
-    # In a graph of temperatures, a row has the tone of a warning if its temperature calls for one.
+    """Return the tone for one row of a graph. Rows of high temperatures get a warning tone."""
     height = (rows - row) / rows
     if metric.field == "temperature_celsius":
         heat = temperature_tone(sample)(metric.low + (top - metric.low) * (height - 0.5 / rows))
@@ -248,9 +257,11 @@ def _draw_gutter(
     rows: int,
     column: int | None,
 ) -> list[tuple[Span, ...]]:
-    """Return the labels at the left of a graph: the axis's ends and a value."""
+    """Return the labels at the left of a graph, which are the ends of its axis and one value.
+
+    The value is the newest one or, if `column` isn't None, the one at the cursor.
+    """
     room = GUTTER_CELLS - 1
-    # the newest value, or the value at the cursor
     if column is None:
         drawn = _draw_value(getattr(sample, metric.field), metric, room)
     else:
@@ -274,7 +285,7 @@ def _draw_value(reading: Reading, metric: GraphMetric, room: int) -> Span:
 def _draw_time_axis(
     plan: GraphPlan, window: TickWindow, times: Sequence[float], column: int | None, width: int
 ) -> Line:
-    """Draw the time axis below each column of graphs, or the time at the cursor."""
+    """Draw a time axis below each column of graphs. With a cursor, it shows the cursor's time."""
     then = time_at(window, times, column) if column is not None else None
     if column is None or then is None:
         each: tuple[Span, ...] = (Span(axis_text(plan.graph, window, times), "dim"),)

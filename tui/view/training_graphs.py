@@ -1,4 +1,4 @@
-"""Graphs of a training run over the last minutes: samples/s, power, gradient noise scale."""
+"""Graphs of a training run over the last minutes, such as its samples/s and power."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .time_graph import (
     TickWindow,
     axis_text,
     draw_columns,
-    scale_young,
+    scale_short_history,
     shade_tone,
     ticks_per_dot,
 )
 from .trainings import TrainingRow
 
-LEAST_WIDTH, LEAST_HEIGHT = 40, 5  # least cells and lines of a graph
-GOOD_HEIGHT = 8  # graphs this high are stacked instead of side by side, to show more time
+LEAST_WIDTH, LEAST_HEIGHT = 40, 5  # minimum size of a graph in cells
+GOOD_HEIGHT = 8  # if graphs can be this high, they are stacked, because wider graphs show more time
 GUTTER_CELLS = 6  # cells in front of each graph, for the ends of its axis
 BETWEEN_CELLS = 2  # cells between graphs that are side by side
 Values = tuple[float | None, ...]
@@ -33,7 +33,7 @@ class Graph(NamedTuple):
     """A graph's caption, values and axis.
 
     - `newest`: the newest value as text.
-    - `level`: a value to mark by a line, such as the plan's samples/s; 0 marks none.
+    - `level`: a value to mark with a horizontal line, such as the plan's samples/s; 0 for none.
     """
 
     caption: str
@@ -47,13 +47,13 @@ class Graph(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Stored readings, and the time window of them that the graphs show."""
+    """Reads stored values in the time window that the graphs show."""
 
     past: PastTicks
     window: TickWindow
 
     def read(self, key: str, metric: str) -> Values:
-        """Return the values of a metric that the graphs show, the oldest first."""
+        """Return the values of a metric in the time window, the oldest first."""
         return self.past.history(key, metric, self.window.newest)
 
 
@@ -65,10 +65,15 @@ def training_graph_lines(
     seconds: float,
     interval_seconds: float,
 ) -> tuple[Line, ...]:
-    """Draw the graphs of a training run in `size` (width and height in cells).
+    """Draw the graphs of a training run.
 
-    `seconds` is the time to show, `interval_seconds` the time between readings. Without devices
-    that the monitor sees, returns a sentence that says so. Without room, returns no lines.
+    - `past`: the stored readings.
+    - `size`: width and height in cells.
+    - `seconds`: the time to show.
+    - `interval_seconds`: the time between readings.
+
+    If the monitor sees none of the run's devices, returns a sentence that says so. Returns no lines
+    if there is no room.
     """
     width, height = size
     devices = {rank.device for rank in row.ranks}
@@ -86,11 +91,11 @@ def training_graph_lines(
     if not captions:
         return ()
     ticks = seconds / interval_seconds
-    columns = max(_least_columns(len(captions), most, height), _most_columns(width, most, ticks))
+    columns = max(_min_columns(len(captions), most, height), _max_columns(width, most, ticks))
     columns = min(len(captions), columns)
     cells = max(1, _graph_cells(width, columns))
     per_dot = ticks_per_dot(seconds, interval_seconds, cells)
-    per_dot, stretch = scale_young(per_dot, past.ticks, cells)
+    per_dot, stretch = scale_short_history(per_dot, past.ticks, cells)
     window = TickWindow(cells, per_dot, past.ticks, stretch)
     each = cells + GUTTER_CELLS
     reader = Reader(past, window)
@@ -99,38 +104,44 @@ def training_graph_lines(
 
 
 def _graph_cells(width: int, columns: int) -> int:
-    """Return the cells of each of several graphs that are side by side."""
+    """Return the width in cells of each graph if `columns` graphs are side by side."""
     return (width - BETWEEN_CELLS * (columns - 1)) // columns - GUTTER_CELLS
 
 
-def _most_columns(width: int, most: int, ticks: float) -> int:
-    """Return the most columns of graphs that still leave each reading its own column of dots."""
-    # Each tick needs its own column of dots, and a cell has two.
-    fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
+def _max_columns(width: int, limit: int, ticks: float) -> int:
+    """Return how many graphs fit side by side, up to `limit`.
+
+    Each of the `ticks` readings must have a column of dots of its own.
+    """
+    fine = [each for each in range(1, limit + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
 
 
-def _least_columns(count: int, most: int, height: int) -> int:
-    """Return the smallest number of columns at which each graph is still high enough."""
-    for columns in range(1, most):
+def _min_columns(count: int, limit: int, height: int) -> int:
+    """Return the smallest number of columns at which `count` graphs are high enough.
+
+    Returns `limit` if none is.
+    """
+    for columns in range(1, limit):
         if -(-count // columns) * GOOD_HEIGHT <= height:
             return columns
-    return most
+    return limit
 
 
 ALL, POWER, NOISE = "all devices", "power", "noise scale"
 
 
-def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list[str]:
-    """Return the captions of the graphs that fit."""
-    # The first graph shows all devices together; it is left out if some ranks don't report here. A
-    # graph for each device (the labels in `keys`) follows if all graphs fit. The last are power and
-    # noise scale, if they are known.
+def _list_captions(row: TrainingRow, keys: Mapping[str, str], max_graphs: int) -> list[str]:
+    """Return the captions of the graphs to show, at most `max_graphs`.
+
+    The first graph shows all devices together, unless some ranks don't report here. Then comes a
+    graph for each label in `keys` if there is room, and at the end power and noise scale if known.
+    """
     together = [] if row.missing_ranks else [ALL]
     each = [*keys] if len(keys) > 1 or not together else []
     others = [*([POWER] if row.watts else []), *([NOISE] if row.noise else [])]
     every = [*together, *each, *others]
-    return every if len(every) <= most else [*together, *others][:most]
+    return every if len(every) <= max_graphs else [*together, *others][:max_graphs]
 
 
 def _make_graphs(
@@ -193,7 +204,7 @@ def _draw_graphs(
 
 
 def _draw_graph(graph: Graph, reader: Reader, width: int, height: int) -> list[tuple[Span, ...]]:
-    """Return the lines of one graph: caption, columns and time axis."""
+    """Return the lines of one graph, with its caption, columns and time axis."""
     rows = height - 2
     window = reader.window
     lines = draw_columns(window.dots(graph.values), 0.0, graph.top, rows)
@@ -203,20 +214,22 @@ def _draw_graph(graph: Graph, reader: Reader, width: int, height: int) -> list[t
         label = {0: graph.draw(graph.top), rows - 1: "0"}.get(row, "")
         gutter = Span(f"{fit(label, GUTTER_CELLS - 1, 'right')} ", "dim")
         tone = shade_tone(graph.tone, (rows - row) / rows)
-        drawn.append((gutter, *(_mark(text, tone) if row == level else (Span(text, tone),))))
+        drawn.append(
+            (gutter, *(_draw_level_line(text, tone) if row == level else (Span(text, tone),)))
+        )
     axis = axis_text(window.width, window, reader.past.times(window.newest))
     return [*drawn, (Span(" " * GUTTER_CELLS), Span(axis, "dim"))]
 
 
 def _caption(graph: Graph, width: int) -> tuple[Span, ...]:
-    """Return the caption, the newest value and the label of the marked level."""
+    """Return a graph's caption, its newest value, and the label of its horizontal line."""
     head = (Span(f" {graph.caption} ", "title"), Span(graph.newest, graph.tone))
     words = Span(f"{Mark.TRACK} {graph.level_text}" if graph.level_text else "", "warn")
     return spread(head, (words,), width).spans if graph.level_text else pad(head, width)
 
 
-def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Draw a horizontal line through the empty cells of a row, such as the plan's samples/s."""
+def _draw_level_line(text: str, tone: Tone) -> tuple[Span, ...]:
+    """Draw a horizontal line through the empty cells of a graph's row."""
     spans = []
     for sign in text:
         free = sign in " \u2800"
@@ -225,7 +238,7 @@ def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
 
 
 def _add(histories: Sequence[Values]) -> Values:
-    """Add the values of several devices; None where one is unknown."""
+    """Add the values of several devices; a sum is None if one of its values is unknown."""
     return tuple(
         None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
     )
@@ -236,5 +249,5 @@ def _newest(values: Values) -> float:
 
 
 def _highest(histories: Iterable[Values]) -> float:
-    """Return the highest known value, or 0."""
+    """Return the highest value of all devices, or 0 if none is known."""
     return max((value for values in histories for value in filter(None, values)), default=0.0)

@@ -1,4 +1,4 @@
-"""The tables of training runs and ranks, and sentences about causes of slowness."""
+"""The tables of training runs and ranks, and sentences about what slows a run down."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from .trainings import AS_PLANNED, TrainingRow
 
 WHOLE_PERCENT = 0.005  # smaller errors aren't shown
 _LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 4, 3, 5  # lines of a panel
-MOST_TEXT = 8  # most lines of the sentences, if there are other panels
+MOST_TEXT = 8  # maximum number of lines of the sentences, if there are other panels
 LEGEND_ROWS = 1  # lines below the ranks
 LEAST_PART_S = 5e-6  # a shorter part is written as 0 ms
-MOST_GAIN = 9.0  # larger gains aren't distinguished
+MOST_GAIN = 9.0  # larger gains are all written as "over +900 %"
 PANELS_OF_ONE = ("#ranks", "#causes", "#last-steps", "#shares", "#training-graphs")
 
 
 class PanelRows(NamedTuple):
-    """The number of lines that each panel of a training run needs."""
+    """How many lines each panel about a training run needs."""
 
     ranks: int = 0
     text: int = MOST_TEXT
@@ -43,10 +43,16 @@ class PanelRows(NamedTuple):
     shares: int = 0  # lines of the shares over time
 
 
-def arrange_trainings(height: int, frame: int, trainings: int, wanted: PanelRows) -> dict[str, int]:
-    """Divide the height of the Trainings screen; return lines by panel selector, 0 to hide one.
+def arrange_trainings(
+    height: int, frame: int, trainings: int, needed_rows: PanelRows
+) -> dict[str, int]:
+    """Divide the height of the Trainings screen between its panels.
 
-    `frame` is the lines of a panel's frame, `trainings` the number of training runs.
+    Returns the height of each panel in lines by its selector; 0 hides it.
+
+    - `frame`: the number of lines that a panel's frame takes.
+    - `trainings`: the number of training runs.
+    - `needed_rows`: what the panels about the chosen training run need.
     """
     # The panels from the top are trainings, ranks, sentences, the last steps, the shares over time,
     # and graphs. The trainings take at most about a quarter of the height. If there are none, their
@@ -54,13 +60,13 @@ def arrange_trainings(height: int, frame: int, trainings: int, wanted: PanelRows
     if not trainings:
         return {"#trainings": height, **dict.fromkeys(PANELS_OF_ONE, 0)}
     top = min(max(1, trainings), max(1, height // 4)) + 1 + frame
-    ranks = wanted.ranks + 1 + LEGEND_ROWS + frame
+    ranks = needed_rows.ranks + 1 + LEGEND_ROWS + frame
     middle = max(_LEAST_RANKS, min(ranks, height - top - _LEAST_TEXT - frame))
     left = max(0, height - top - middle)
-    text = min(left, max(_LEAST_TEXT, min(wanted.text, MOST_TEXT)) + frame)
+    text = min(left, max(_LEAST_TEXT, min(needed_rows.text, MOST_TEXT)) + frame)
     left -= text
     placed = {}
-    for name, count in (("#last-steps", wanted.lanes), ("#shares", wanted.shares)):
+    for name, count in (("#last-steps", needed_rows.lanes), ("#shares", needed_rows.shares)):
         rows = count + 1 + frame if count else 0
         placed[name] = rows if rows <= left else 0
         left -= placed[name]
@@ -94,7 +100,7 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """Draw the causes of slowness, as sentences or as keywords."""
+    """Draw what slows a training run down, in sentences if they fit and otherwise in keywords."""
     # For an ended training, draw how long ago it ended.
     if row.ended_s:
         words = f"ended {duration(row.ended_s)} ago"
@@ -105,12 +111,12 @@ def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
 
 
 def _indent(draw: Cell[TrainingRow]) -> Cell[TrainingRow]:
-    """Put a blank in front of a cell."""
+    """Return a cell function that draws a blank in front of a cell."""
     return lambda row, width: (Span(" "), *draw(row, width - 1))
 
 
 def _name(row: TrainingRow) -> str:
-    """Return the workload without its folder, or the framework if it has no name."""
+    """Return the workload without its folder, or the framework if the workload has no name."""
     # A narrow column would show only the beginning of a path.
     return row.workload.rpartition("/")[2] or row.framework
 
@@ -125,7 +131,7 @@ def _speed(number: float) -> tuple[Span, ...]:
 
 
 def _dimmed_if_ended(column: Column[Any]) -> Column[Any]:
-    """Return the column, drawn dim for training runs that have ended."""
+    """Return the column with its cells dim for training runs that have ended."""
 
     def draw(row: Any, width: int) -> tuple[Span, ...]:
         spans = column.draw(row, width)
@@ -174,18 +180,21 @@ def _share(row: RankRow, width: int) -> tuple[Span, ...]:
 
 
 def _rank_value(
-    number: Callable[[RankRow], float],
-    words: Callable[[float], str],
+    value: Callable[[RankRow], float],
+    format_value: Callable[[float], str],
     tone: Tone,
-    there: Callable[[RankRow], float],
+    is_known: Callable[[RankRow], float],
 ) -> Cell[RankRow]:
-    """Return a cell function for a rank's value; the last value of a silent rank is dim."""
+    """Return a cell function that draws a value of a rank, or a mark if it isn't known.
+
+    If the rank is silent, its last value is drawn dim.
+    """
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
         # 0 means that the value is unknown
-        if not there(row):
+        if not is_known(row):
             return (Span(Mark.NONE, "dim"),)
-        text = words(number(row))
+        text = format_value(value(row))
         return (
             Span(cut(f"{Mark.STALE}{text}", width, ""), "dim")
             if row.silent_s
@@ -200,16 +209,16 @@ def _rank_speed(speed: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
-    return _rank_value(seconds, _write_part, "text", lambda row: row.own_work_s)
+    return _rank_value(seconds, _write_duration, "text", lambda row: row.own_work_s)
 
 
-def _write_part(seconds: float) -> str:
-    """Format a duration within a step; very short ones as "0 ms"."""
+def _write_duration(seconds: float) -> str:
+    """Format a duration within a step. Very short ones become "0 ms"."""
     return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
 
 
 def _waiting_s(row: RankRow) -> float:
-    """Return the seconds of a step that a rank waits for others."""
+    """Return for how many seconds of a step a rank waits for other ranks."""
     # if the parts are unknown, this includes the exchange of gradients
     return row.step.waiting_s if row.step.step_s else row.waiting_s
 
@@ -226,7 +235,7 @@ def _bar(longest_s: float) -> Cell[RankRow]:
 
 
 def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
-    """Return the table of ranks, with the breakdown of their step time on one scale."""
+    """Return the table of ranks. Its bars divide their step time into parts, on the same scale."""
     longest_s = max((row.step.step_s for row in ranks), default=0.0)
     columns: tuple[Column[RankRow], ...] = (
         Column(
@@ -260,7 +269,7 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
-    """Return sentences about a training run: its speed, causes, remedies and share changes.
+    """Return sentences about a training run, such as its speed, what slows it down, and remedies.
 
     `at_seconds` is the current time in Unix seconds.
     """
@@ -282,27 +291,29 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
     return tuple(lines)
 
 
-def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
-    """Yield the lines about causes of slowness."""
-    # If the training is slower than its plan (`late`) without a known cause, the lines are about
-    # the causes that were ruled out.
+def _cause_lines(row: TrainingRow, is_late: bool, width: int) -> Iterator[Line]:
+    """Yield the lines about what slows a training run down.
+
+    If it is slower than its plan (`is_late`) and no cause is known, yields the causes that were
+    ruled out.
+    """
     if row.ended_s and row.causes:
         yield from text_lines("As it was in its last steps:", width, 1, "dim")
-    if late and not row.causes:
+    if is_late and not row.causes:
         yield from text_lines(_list_excluded_causes(row), width, 4)
     for cause in row.causes:
         yield from _marked(cause.text, "warn", Mark.ALARM, width)
 
 
 def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
-    """Yield a line with the time since the end, and the summary of the training run."""
+    """Yield how long ago a training run ended, and then its summary."""
     yield from text_lines(f"Ended {duration(row.ended_s)} ago.", width, 1, "strong")
     for each in row.summary:
         yield from _marked(each, "text", Mark.DOT, width)
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Say that no cause was found, and how little of a step each part takes at most."""
+    """Say that no cause was found, and how much of a step each possible cause takes at most."""
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training reports no parts of its steps."
@@ -322,7 +333,7 @@ def _list_excluded_causes(row: TrainingRow) -> str:
 
 
 def _describe_faster_shares(row: TrainingRow) -> Iterator[str]:
-    """Yield which shares would be faster, the expected gain, and whether the run will use them."""
+    """Yield which shares would be faster, their gain, and whether the run will use them."""
     # For an ended training, yield why it didn't adopt them. If the current shares are the fastest,
     # yield nothing.
     if row.advice is None:
@@ -346,7 +357,7 @@ def _describe_faster_shares(row: TrainingRow) -> Iterator[str]:
 
 
 def _explain_stay(row: TrainingRow) -> Iterator[str]:
-    """Yield why an ended training run kept its shares."""
+    """Yield why a training run that has ended didn't change its shares."""
     if row.pending is None:
         if not row.changes:
             yield "It kept its shares: it wasn't asked to change them while it trains."
@@ -359,7 +370,7 @@ def _explain_stay(row: TrainingRow) -> Iterator[str]:
 
 
 def _list_remedies(row: TrainingRow) -> Iterator[str]:
-    """Yield a remedy for each limit, with the gain to expect."""
+    """Yield a remedy for each limit on the speed, with the gain to expect."""
     # If several limits have the same remedy, it is given once.
     mentioned = set()
     for limit in row.limits:
@@ -372,7 +383,7 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
 
 
 def _write_gain(gain: float) -> str:
-    """Format a gain as a percentage; very large ones as "over +900 %"."""
+    """Format a gain as a percentage. Very large ones become "over +900 %"."""
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 
@@ -394,7 +405,7 @@ def _describe_speed(row: TrainingRow) -> str:
 
 
 def _write_rate(row: TrainingRow) -> str:
-    """Return samples/s, tokens/s and the fraction of the plan's speed."""
+    """Return samples/s and tokens/s, and which fraction of the plan's speed they are."""
     speed = f"{rate(row.samples_per_second)} samples/s"
     if row.step_s and all(each.without_loader for each in row.ranks):
         speed = f"{rate(1 / row.step_s)} steps/s"
@@ -406,7 +417,7 @@ def _write_rate(row: TrainingRow) -> str:
 
 
 def _write_step_time(row: TrainingRow) -> str:
-    """Return the time of a step and its spread, and the time for input and between steps."""
+    """Return the time of a step and its spread, and how much goes to input and between steps."""
     spread = f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
     parts = {"of it for input": row.input_s, "between steps": row.between_s}
     spent = "".join(

@@ -1,4 +1,4 @@
-"""Join the reports of all processes to training runs."""
+"""Groups the reports of all processes into training runs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .ranks import (
 AS_PLANNED = (
     0.95  # a training with this fraction of its plan's samples/s counts as fast as the plan
 )
-CROWDED = 1.25  # the host is overloaded from this 1-minute load per core on
+CROWDED = 1.25  # a host with this 1-minute load per core, or more, is overloaded
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
-    """A training run, joined from the reports of its ranks."""
+    """A training run, put together from the reports of its ranks."""
 
     training: str  # its id; empty for a process that trains alone
     workload: str
@@ -57,25 +57,25 @@ class TrainingRow(msgspec.Struct, frozen=True):
     noise: NoiseScale | None = None  # noise scale of its gradient
     limits: tuple[TrainingLimit, ...] = ()  # limits of its steps, the largest first
     starved: float = 0.0  # fraction of the time in which threads of a rank waited for cores
-    pending: PendingShares | None = None  # the next change of shares that it makes by itself
+    pending: PendingShares | None = None  # the change of shares that it will make next by itself
     run: str = ""  # id of the run that keeps its journal; empty: it keeps none
     ended_s: float = 0.0  # seconds since it ended; 0 while it runs
     summary: tuple[str, ...] = ()  # its summary after the end, if it wrote one
 
     @property
     def key(self) -> tuple[str, int]:
-        """What identifies the run: (id, 0), or ("", pid) for a process without an id."""
+        """What identifies the run, which is (id, 0), or ("", pid) for a process without an id."""
         return self.training, 0 if self.training else self.ranks[0].pid
 
 
 KEPT_SECONDS = 600.0  # seconds that an ended training stays on the screen
-MOST_KEPT = 3  # most ended trainings shown; the newest are shown
+MOST_KEPT = 3  # maximum number of ended trainings shown; the newest ones are
 
 
 class EndedTrainings:
     """Keeps up to three training runs on the screen for ten minutes after they have ended.
 
-    `find_summary` returns the lines of a run's summary; empty without one.
+    `find_summary` gets a run's id, and returns the lines of its summary or none.
     """
 
     def __init__(self, find_summary: Callable[[str], Sequence[str]]) -> None:
@@ -86,7 +86,7 @@ class EndedTrainings:
     def add_ended(self, rows: Sequence[TrainingRow], at_seconds: float) -> tuple[TrainingRow, ...]:
         """Return the running training runs, followed by those that have ended, the newest first.
 
-        `at_seconds` is the current time in Unix seconds.
+        `rows` are the running ones. `at_seconds` is the current time in Unix seconds.
         """
         running = {row.key for row in rows}
         ended = [
@@ -100,7 +100,10 @@ class EndedTrainings:
         return (*rows, *reversed(kept))
 
     def _make_ended(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
-        """Return the row of an ended training run, with its summary."""
+        """Return the row of a training run that has ended, with its summary.
+
+        `seen_at` is when it was last running, and `at_seconds` the current time, in Unix seconds.
+        """
         # Of the causes that slowed the training down, only unequal compute times are kept: the next
         # run can avoid them with the advised shares. Nothing can be done about the other causes any
         # more.
@@ -132,24 +135,24 @@ def join_trainings(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snapshot) -> TrainingRow:
     reports = sorted(reports, key=lambda each: (each.rank, each.pid))
     newest = max(reports, key=lambda each: each.updated_at)
-    missing = max(0, _largest_value(reports, "world") - len({each.rank for each in reports}))
-    placed = [
+    missing_ranks = max(0, _largest_value(reports, "world") - len({each.rank for each in reports}))
+    reports_with_ranks = [
         (report, place)
         for report in reports
         for place in place_ranks(report, samples, snapshot.at_seconds)
     ]
-    judged = _judge(placed, missing)
-    places = [place for _, place in placed]
+    analysis = _analyse_steps(reports_with_ranks, missing_ranks)
+    ranks = [place for _, place in reports_with_ranks]
     row = TrainingRow(
         training=newest.training,
         workload=newest.workload,
         framework=newest.framework,
-        ranks=_add_steps([place.row for place in places], judged),
-        missing_ranks=missing,
+        ranks=_add_steps([place.row for place in ranks], analysis),
+        missing_ranks=missing_ranks,
         step=newest.step,
         samples_per_second=0.0,
         tokens_per_second=0.0,
-        watts=_watts(places),
+        watts=_total_watts(ranks),
         samples_per_joule=0.0,
         plan_samples_per_second=_largest_value(reports, "plan_samples_per_second"),
         of_plan=0.0,
@@ -157,12 +160,12 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
         step_spread=_largest_value(reports, "step_spread"),
         input_s=_largest_value(reports, "input_s"),
         between_s=_largest_value(reports, "between_s"),
-        causes=find_causes(places, judged, snapshot.processes, missing),
-        advice=judged.advice,
+        causes=find_causes(ranks, analysis, snapshot.processes, missing_ranks),
+        advice=analysis.advice,
         changes=max((each.changes for each in reports), key=len),
         retreats=tuple(each.retreat for each in reports if each.retreat),
         noise=newest.noise,
-        limits=judged.limits,
+        limits=analysis.limits,
         starved=_largest_value(reports, "starved"),
         pending=newest.pending,
         run=newest.run,
@@ -171,7 +174,7 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """Add a high CPU load as a cause if the run is slower than planned for no other known cause."""
+    """Add a high CPU load as a cause if a run is slower than planned for no other known cause."""
     # A high load only suggests that the training's threads wait for cores. It is used because not
     # every kernel reports how long threads wait.
     late = 0 < row.of_plan < AS_PLANNED
@@ -207,27 +210,31 @@ def _largest_value(reports: Sequence[Training], name: str) -> Any:
     return max(getattr(report, name) for report in reports)
 
 
-def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> TrainingAnalysis:
-    """Analyse the steps of a training run's ranks, to find the limits of its speed."""
-    rows = [place.row for _, place in placed]
+def _analyse_steps(
+    reports_with_ranks: Sequence[tuple[Training, RankOnDevice]], missing_ranks: int
+) -> TrainingAnalysis:
+    """Analyse the steps of a training run's ranks, to find what limits its speed."""
+    rows = [place.row for _, place in reports_with_ranks]
     reporting = [
-        measure_on_device(place, rows, report) for report, place in placed if not place.row.silent_s
+        measure_on_device(place, rows, report)
+        for report, place in reports_with_ranks
+        if not place.row.silent_s
     ]
-    whole = not missing and len(reporting) == len(placed)
+    whole = not missing_ranks and len(reporting) == len(reports_with_ranks)
     return judge_training(reporting, whole)
 
 
-def _add_steps(rows: Sequence[RankRow], judged: TrainingAnalysis) -> tuple[RankRow, ...]:
-    """Add the breakdown of the step time to each rank that reports."""
-    steps = iter(judged.steps)
+def _add_steps(rows: Sequence[RankRow], analysis: TrainingAnalysis) -> tuple[RankRow, ...]:
+    """Add to each reporting rank how its step time is divided into parts."""
+    steps = iter(analysis.steps)
     return tuple(
         row if row.silent_s else msgspec.structs.replace(row, step=next(steps)) for row in rows
     )
 
 
-def _watts(places: Sequence[RankOnDevice]) -> float:
-    """Return the power of all devices together, or 0 if it is unknown for one."""
-    samples = {place.sample.device.label: place.sample for place in places if place.sample}
+def _total_watts(ranks: Sequence[RankOnDevice]) -> float:
+    """Return the power of all devices together, or 0 if the power of one is unknown."""
+    samples = {place.sample.device.label: place.sample for place in ranks if place.sample}
     watts = [sample.power_watts.current for sample in samples.values()]
     known = [watt for watt in watts if watt is not None]
-    return sum(known) if len(known) == len(watts) and all(place.sample for place in places) else 0.0
+    return sum(known) if len(known) == len(watts) and all(place.sample for place in ranks) else 0.0

@@ -1,1 +1,1 @@
-"""Textual widgets that draw the lines of `evener.tui.view`."""
+"""Textual widgets that draw the lines made by `evener.tui.view`."""

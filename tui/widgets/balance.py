@@ -1,4 +1,4 @@
-"""The widgets of a search in progress and of its result."""
+"""The widgets that show a running search and its result."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from .lines import Lines
 from .lists import ListPanel
 from .plot import ChartPanel
 
-LEAST_CHART = 7  # lines that a readable chart needs
-MOST_CHART = 26  # most lines of the charts; more wouldn't show more
-LEAST_COMPARED = 2  # least layouts for which a comparison is shown
-LEAST_RESULT = 15  # a result gets at least as many lines before charts do
-LEAST_LOG = 3  # lines of the log, its heading included
+LEAST_CHART = 7  # minimum number of lines of a readable chart
+MOST_CHART = 26  # maximum number of lines of the charts; higher ones wouldn't show more
+LEAST_COMPARED = 2  # minimum number of layouts for a comparison
+LEAST_RESULT = 15  # charts get room only if the result keeps at least this number of lines
+LEAST_LOG = 3  # minimum number of lines of the log, including the heading
 
 
 class SearchDevicePanel(ListPanel[SearchDeviceRow]):
-    """Table of the search's devices."""
+    """Table of the devices that a search uses."""
 
     def __init__(self) -> None:
         super().__init__(id="search-devices")
@@ -59,7 +59,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         state: SessionState | None = None,
         samples: Sequence[DeviceSample | None] | None = None,
     ) -> None:
-        """Update the search's state or the readings of its devices; None keeps the last ones."""
+        """Update the state of the search and the readings of its devices; None keeps them."""
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = search_device_rows(state, self._samples)
@@ -71,7 +71,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
 
 
 class LogPanel(ListPanel[LogRow]):
-    """Table of the measurements, the newest first."""
+    """Table of a search's measurements, the newest first."""
 
     OPEN = "screen.open_probe"
 
@@ -88,7 +88,7 @@ class LogPanel(ListPanel[LogRow]):
         return row.number
 
     def set_data(self, state: SessionState) -> None:
-        """Show the measurements; a cursor on the newest row stays on the newest."""
+        """Show the measurements. If the cursor is on the newest row, it moves to each new one."""
         if state.seen is not self._seen:
             self._seen = state.seen
             follows = self.cursor == 0
@@ -112,18 +112,18 @@ class ResultPanel(Lines):
         super().__init__(id="result", classes="panel")
 
     def set_data(self, state: SessionState, keys: Sequence[KeyHint]) -> None:
-        """Show the result of the search, as much as fits, and the keys that act on it."""
+        """Show as much of the result as fits, and the keys that act on it."""
         self.entitle("Result", f"run {plain(state.run)}" if state.run else "")
         self.show(result_lines(state, *self.size, keys))
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Open all details at a double click."""
+        """Open all details of the result on a double click."""
         if clicks >= 2:
             self.call_later(self.run_action, "screen.read_all")
 
 
 class BalanceView(UsesApp, Widget):
-    """View of a search: progress or result, devices, charts, shares and measurements.
+    """View of a search, with its progress or result, devices, charts, shares and measurements.
 
     `keys` returns the keys that act on the result.
     """
@@ -176,7 +176,7 @@ class BalanceView(UsesApp, Widget):
             self.query_one(LogPanel).set_data(state)
 
     def _place_panels(self) -> None:
-        """Divide the height between the panels, and hide those without room."""
+        """Divide the height between the panels, and hide those for which there is no room."""
         width, height = self.size
         frame = 0 if self.screen.has_class("-bare") else 2
         narrow = self.screen.has_class("-narrow")
@@ -201,18 +201,21 @@ class BalanceView(UsesApp, Widget):
         self.query_one("#shares").display = not narrow
         self.query_one("#log").styles.height = max(0, left - charts - facts)
 
-    def _top_rows(self, width: int, frame: int, most: int) -> int:
-        """Return the height of the panel with the progress or result."""
+    def _top_rows(self, width: int, frame: int, max_rows: int) -> int:
+        """Return the height of the panel with the progress or the result, in lines.
+
+        A result takes at most `max_rows` lines, or fewer if there is room for charts below it.
+        """
         if self.shows_result:
-            with_charts = most - LEAST_CHART - frame - 2
+            with_charts = max_rows - LEAST_CHART - frame - 2
             if with_charts >= LEAST_RESULT:
-                most = with_charts  # the page that Enter opens has the other remarks
-            return max(3, min(count_rows(self.state, width) + frame, most))
+                max_rows = with_charts  # the page that Enter opens has the other remarks
+            return max(3, min(count_rows(self.state, width) + frame, max_rows))
         notes = 0 if self.state.ended else len(warning_lines(self.state.notes, width, 2))
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
-        """Return the height of the panels with shares and layouts; 0 hides them."""
+        """Return the height of the panels that show shares and compared layouts; 0 hides them."""
         # They are hidden as long as there is nothing to compare, and after the search, because the
         # result contains them. On a `narrow` terminal, only the rivals are shown.
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
@@ -223,7 +226,7 @@ class BalanceView(UsesApp, Widget):
         return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
-        """Return the height in lines of the shares' bars with their legend."""
+        """Return how many lines the bars of the shares and their legend take."""
         # One line is always reserved for a second bar, which shows the split being measured.
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))

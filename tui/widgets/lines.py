@@ -36,7 +36,7 @@ _BOLD = ("strong", "headline", "bad", "key", "tab")
 
 
 class _Drawn(NamedTuple):
-    """The rows drawn last, kept to be reused."""
+    """The rows of the last drawing, which can be reused."""
 
     crop: Region
     rows: list[Strip]  # frame included
@@ -46,9 +46,10 @@ class _Drawn(NamedTuple):
 
 
 class Lines(UsesApp, Widget):
-    """Base class of panels: draws `evener.tui.view.cells.Line` objects.
+    """Base class of panels. It draws `Line` objects of `evener.tui.view.cells`.
 
-    Only changed lines are drawn again. Subclasses override `redraw`, `click_cell` and `click_row`.
+    Only lines that have changed are drawn again. Subclasses override `redraw`, `click_cell` and
+    `click_row`.
     """
 
     class Resized(Message):
@@ -81,10 +82,10 @@ class Lines(UsesApp, Widget):
         return "\n".join(line.text for line in self._lines)
 
     def redraw(self) -> None:
-        """Redraw the content, for example in a new size; subclasses override it."""
+        """Draw the content again, for example in a new size; subclasses override it."""
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Show these lines instead of the current ones."""
+        """Replace the shown lines by new ones."""
         before, self._lines = self._lines, tuple(lines)
         pairs = zip_longest(before, self._lines, fillvalue=BLANK)
         changed = [y for y, (old, new) in enumerate(pairs) if old != new]
@@ -95,7 +96,7 @@ class Lines(UsesApp, Widget):
             self.refresh(*(Region(left, y, width, 1) for y in changed))
 
     def entitle(self, title: str | None = None, subtitle: str | None = None) -> None:
-        """Change the title or subtitle in the frame; None keeps it."""
+        """Change the title and subtitle in the frame; None keeps the current one."""
         if title is not None and title != self._title:
             self._title = title
             self.border_title = Content(self.evener.to_drawable(title))
@@ -104,13 +105,13 @@ class Lines(UsesApp, Widget):
             self.border_subtitle = Content(self.evener.to_drawable(subtitle))
 
     def refresh(self, *regions: Region, **options: Any) -> Self:
-        """Redraw regions or, without any, the whole widget."""
+        """Redraw some regions of the widget or, without regions, all of it."""
         if not regions:
             self._drawn = None
         return super().refresh(*regions, **options)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Return the rows in a region, frame included."""
+        """Return the rows in a region, including the frame."""
         # If only lines have changed, the other rows of the last drawing are reused. Textual's own
         # method isn't called then, because it looks up the styles of every row.
         drawn = self._drawn
@@ -129,9 +130,8 @@ class Lines(UsesApp, Widget):
         return rows
 
     def _rows_to_reuse(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """Return drawn rows for reuse, or None if filters or cropping have changed them."""
+        """Return drawn rows to reuse later, or None if filters or cropping have changed them."""
         top, right, bottom, left = self.gutter
-        # a part is hidden, or filters change the colours
         lines = range(top, crop.height - bottom)
         if (
             crop.size != self.outer_size
@@ -214,4 +214,4 @@ class Lines(UsesApp, Widget):
         """Handle a click on a cell; does nothing by default."""
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Handle a click on a row, with the number of clicks so far; does nothing by default."""
+        """Handle a click on a row; does nothing by default. `clicks` is 2 for a double click."""

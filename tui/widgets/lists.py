@@ -1,4 +1,4 @@
-"""Lists and tables with a cursor, lists to tick, and choices."""
+"""Tables with a cursor, lists of check boxes, and fields with a choice of words."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .lines import Lines
 class ListPanel(Lines, Generic[RowT]):
     """Base class of tables with a cursor that keys, clicks and the mouse wheel move.
 
-    Subclasses implement `grid` and, if rows can change places, `identity`.
+    Subclasses implement `grid` and, if the order of rows can change, `identity`.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -75,7 +75,7 @@ class ListPanel(Lines, Generic[RowT]):
         return self.rows[self.cursor] if self.cursor < len(self.rows) else None
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor by `rows`, up to the ends."""
+        """Move the cursor by `rows`. It stops at the first and last row."""
         moved = max(0, min(self.cursor + rows, self.count - 1))
         if moved != self.cursor:
             self.cursor = moved
@@ -96,14 +96,14 @@ class ListPanel(Lines, Generic[RowT]):
         self.show(lines)
 
     def identity(self, row: RowT) -> Hashable:
-        """Return a key that identifies a row, so that the cursor follows it when rows move.
+        """Return a key that identifies a row, so that the cursor follows it to another position.
 
-        None keeps the cursor at its position.
+        If it is None, the cursor stays at its position.
         """
         return None
 
     def place_rows(self, rows: Sequence[RowT]) -> None:
-        """Set the rows, and keep the cursor on the same one if it is still there."""
+        """Set the rows, and keep the cursor on the same row if it still exists."""
         was_empty, self.rows = not self.rows, rows
         if was_empty != (not rows):
             self.refresh_bindings()
@@ -115,7 +115,7 @@ class ListPanel(Lines, Generic[RowT]):
             self._note_cursor()
 
     def _note_cursor(self) -> None:
-        """Remember which row is under the cursor, to find it again when rows move."""
+        """Remember which row is under the cursor, to find it again when rows are reordered."""
         self._under_cursor = self.identity(self.chosen) if self.chosen is not None else None
 
     def action_page(self, pages: int) -> None:
@@ -123,7 +123,7 @@ class ListPanel(Lines, Generic[RowT]):
         self.action_move(pages * max(1, self.size.height - self.HEADING_ROWS))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is possible: marks and details need a row."""
+        """Return whether an action is possible. A row is needed to mark it or open its details."""
         if action == "tag":
             return bool(self.count)
         return action != "open" or bool(self.OPEN and self.count)
@@ -134,7 +134,7 @@ class ListPanel(Lines, Generic[RowT]):
             await self.app.run_action(self.OPEN)
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Move the cursor to the row; a double click opens its details."""
+        """Move the cursor to the row. A double click opens its details."""
         place = self.top + row - self.HEADING_ROWS
         if self.top <= place < self.count:
             self.action_move(place - self.cursor)
@@ -203,7 +203,7 @@ class SortedPanel(ListPanel[RowT]):
         return (Span(Mark.TAGGED if self.identity(row) in self.tagged else "", "speed"),)
 
     def action_tag(self) -> None:
-        """Mark the row under the cursor or remove its mark, and move down."""
+        """Mark the row under the cursor or remove its mark, then move the cursor down."""
         if self.chosen is not None:
             self.tagged ^= {self.identity(self.chosen)}
             self.action_move(1)
@@ -223,18 +223,18 @@ class SortedPanel(ListPanel[RowT]):
         self.action_sort(self.order.key)
 
     def action_sort(self, key: str) -> None:
-        """Sort by the column with this key; the same column again reverses the order."""
+        """Sort by the column with this key, or reverse the order if it is sorted by it already."""
         self.order = chosen_order(self.COLUMNS, key, self.order)
         self.redraw()
 
     def filter_by(self, words: str) -> None:
-        """Show only rows that contain all words."""
+        """Show only rows whose text contains all of these words."""
         self.words = words
         self.redraw()
 
 
 class Ticks(ListPanel[tuple[str, str]]):
-    """List of entries with check boxes; with `single`, always exactly one is ticked."""
+    """List of entries with check boxes. With `single`, exactly one entry is always ticked."""
 
     HEADING_ROWS = 0
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -252,13 +252,13 @@ class Ticks(ListPanel[tuple[str, str]]):
         self.ticked: frozenset[int] = frozenset()
 
     def offer(self, entries: Sequence[tuple[str, str]], ticked: frozenset[int]) -> None:
-        """Set the entries, each a name with a note, and the positions that are ticked."""
+        """Set the entries, each a name and a note, and which positions are ticked."""
         self.rows, self.ticked = entries, ticked
         self.cursor = min(ticked, default=0) if self._single else 0
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the entries that fit, and how many are hidden."""
+        """Draw as many entries as fit, and say how many are hidden."""
         width, height = self.size
         self.top = window(self.count, self.cursor, height, self.top)
         shown = range(self.top, min(self.count, self.top + height))
@@ -284,7 +284,7 @@ class Ticks(ListPanel[tuple[str, str]]):
         return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor by `rows`; with `single`, the tick moves along."""
+        """Move the cursor by `rows`. In a list with `single`, the tick moves with it."""
         super().action_move(rows)
         if self._single and self.count and self.ticked != frozenset({self.cursor}):
             self.action_tick()
@@ -298,11 +298,11 @@ class Ticks(ListPanel[tuple[str, str]]):
         self.redraw()
         self.post_message(self.Ticked())
 
-    def tick_only(self, place: int) -> None:
-        """Tick one entry and clear all others, without a message."""
-        if 0 <= place < self.count and self.ticked != frozenset({place}):
-            self.ticked = frozenset({place})
-            self.cursor = place
+    def tick_only(self, index: int) -> None:
+        """Tick one entry and clear all others, without posting a message."""
+        if 0 <= index < self.count and self.ticked != frozenset({index}):
+            self.ticked = frozenset({index})
+            self.cursor = index
             self.redraw()
 
     def click_row(self, row: int, clicks: int) -> None:
@@ -313,12 +313,12 @@ class Ticks(ListPanel[tuple[str, str]]):
 
 
 class OneOf(Lines):
-    """Field with one of several words, changed by arrow keys or a click."""
+    """Field that shows one of several words. Arrow keys or a click change it."""
 
     can_focus = True
 
     class Changed(Message):
-        """Message: the user has changed the word."""
+        """Message: the user has chosen another word."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right,space,enter", "change(1)", "Next", show=False),
@@ -332,7 +332,7 @@ class OneOf(Lines):
         self.value = value or self._words[0]
 
     def redraw(self) -> None:
-        """Draw the word between arrows."""
+        """Draw the chosen word between two arrows."""
         self.show(
             [
                 line(
@@ -345,12 +345,12 @@ class OneOf(Lines):
         )
 
     def action_change(self, steps: int) -> None:
-        """Choose the option that is `steps` further on; the first follows the last."""
+        """Choose the word that is `steps` further on. After the last word comes the first one."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()
         self.post_message(self.Changed())
 
     def click_row(self, row: int, clicks: int) -> None:
-        """On a click, switch the field to its next option."""
+        """Choose the next word."""
         self.action_change(1)

@@ -1,4 +1,4 @@
-"""The widget of a chart."""
+"""The widget that shows a chart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .lines import Lines
 
 
 class ChartPanel(Lines):
-    """Chart with a cursor that reads out its points."""
+    """A chart with a cursor. The values of the points under the cursor are shown below it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "step(-1)", "Point before", show=False),
@@ -33,7 +33,7 @@ class ChartPanel(Lines):
             self.x = x
 
     class Scaled(Message):
-        """Message: the user has changed between logarithmic and linear axes."""
+        """Message: the user has switched between logarithmic and linear axes."""
 
         def __init__(self, log2: bool) -> None:
             super().__init__()
@@ -45,18 +45,18 @@ class ChartPanel(Lines):
 
     @property
     def log2(self) -> bool:
-        """Whether the axes are logarithmic, by the user's settings."""
+        """Whether the user's settings ask for logarithmic axes."""
         return self.evener.settings.log_axes
 
     def set_data(self, chart: Chart) -> None:
-        """Show a chart; the cursor stays where it is if there is still a point."""
+        """Show a chart. The cursor stays where it is if there is a point in the new chart."""
         cursor = self.chart.cursor if self.chart.cursor in chart.stops() else None
         self.chart = chart._replace(cursor=cursor)
         self.redraw()
 
     @property
     def shown_chart(self) -> Chart:
-        """The chart with the axes that the user has chosen."""
+        """The chart, with the kind of axes that the user has chosen."""
         if self.log2:
             return self.chart
         return self.chart._replace(log2_x=False, log2_y=False)
@@ -78,7 +78,7 @@ class ChartPanel(Lines):
             self.post_message(self.Moved(x))
 
     def action_step(self, steps: int) -> None:
-        """Move the cursor by `steps` points."""
+        """Move the cursor by `steps` points to the right; negative ones move it to the left."""
         stops = self.chart.stops()
         if not stops:
             return
@@ -89,7 +89,7 @@ class ChartPanel(Lines):
         self.move_to(stops[max(0, min(place, len(stops) - 1))])
 
     def action_toggle_scale(self) -> None:
-        """Change between logarithmic and linear axes, and save the choice."""
+        """Switch between logarithmic and linear axes, and save the choice."""
         self.evener.change_settings(log_axes=not self.log2)
         self.redraw()
         self.post_message(self.Scaled(self.log2))

@@ -1,4 +1,4 @@
-"""The widget of the Monitor screen's graphs."""
+"""The widget that shows the graphs of the Monitor screen."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from textual.events import MouseScrollDown, MouseScrollUp
 from evener.devices.types import DeviceSample
 
 from ..view.charts import run_time
-from ..view.time_graph import SPANS, TickWindow, nearest_span, scale_young, ticks_per_dot
+from ..view.time_graph import SPANS, TickWindow, nearest_span, scale_short_history, ticks_per_dot
 from ..view.timelines import GraphPlan, TimeView, draw_timelines, place_graphs
 from .lines import Lines
 
 
 class TimelinePanel(Lines):
-    """Graphs of the devices' metrics over time, with a cursor that reads earlier values."""
+    """Graphs of the devices' metrics over time, with a cursor that shows earlier values."""
 
     def __init__(self) -> None:
         super().__init__(id="graphs", classes="panel")
@@ -35,7 +35,7 @@ class TimelinePanel(Lines):
 
     @property
     def shows_all(self) -> bool:
-        """Whether every device has graphs."""
+        """Whether there is room for the graphs of every device."""
         plan = self._plan
         return self.display and plan is not None and len(plan.devices) == len(self._samples)
 
@@ -60,11 +60,13 @@ class TimelinePanel(Lines):
         self._entitle(self._plan)
 
     def _choose_scale(self, plan: GraphPlan) -> None:
-        """Choose how many readings a column of dots combines."""
-        # If it changes, the cursor is hidden, because its cell would then stand for another time.
+        """Choose how many readings are combined in a column of dots.
+
+        If that changes, the cursor is hidden, because its cell would stand for another time.
+        """
         publisher = self.evener.publisher
         per_dot = ticks_per_dot(self.span, publisher.interval_seconds, plan.graph)
-        scale = scale_young(per_dot, publisher.ticks, plan.graph)
+        scale = scale_short_history(per_dot, publisher.ticks, plan.graph)
         if scale != self._scale:
             self.cursor = None
         self._scale = scale
@@ -84,7 +86,7 @@ class TimelinePanel(Lines):
         return TickWindow(self._plan.graph, per_dot, self.evener.publisher.ticks, stretch)
 
     def step(self, cells: int) -> None:
-        """Move the time cursor by some cells; a hidden one appears at the newest reading."""
+        """Move the time cursor by some cells. If it is hidden, show it at the newest reading."""
         window = self._window()
         if window is None:
             return
@@ -108,7 +110,7 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def toggle_scale(self) -> None:
-        """Change between one scale for all devices and one for each, and save the choice."""
+        """Switch between one scale for all devices and one for each, and save the choice."""
         self.evener.change_settings(common_scale=not self.evener.settings.common_scale)
         self.redraw()
 
@@ -122,11 +124,11 @@ class TimelinePanel(Lines):
             self._move_to(window.first_cell + cell, window)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Show a longer time."""
+        """Show a longer time span."""
         event.stop()
         self.change_span(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Show a shorter time."""
+        """Show a shorter time span."""
         event.stop()
         self.change_span(-1)
