@@ -439,7 +439,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
         return None
     layout = split.layout
-    apart, known = report.apart_seconds.get(layout), report.sync_seconds
+    apart, known = report.seconds_alone.get(layout), report.sync_seconds
     if apart is None and known is None:
         return None
     batch, sync, share = layout.global_batch, known or 0.0, max(layout.shares)
@@ -482,7 +482,7 @@ def _find_sum_loss(
         return None
     batch = chosen.layout.global_batch
     took, ideal = batch / chosen.throughput.value, batch / sum(alone)
-    apart, sync = report.apart_seconds.get(chosen.layout), report.sync_seconds
+    apart, sync = report.seconds_alone.get(chosen.layout), report.sync_seconds
     lost = took - ideal
     return SumLoss(
         _find_cause_of_lost_time(lost, (apart or 0.0) - ideal, sync or 0.0), part, lost, apart, sync

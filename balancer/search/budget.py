@@ -1,9 +1,9 @@
-"""Decides how long each probe measures, and whether it fits the budget.
+"""Decide how long each probe measures, and whether there is time for it.
 
 The probes before the final comparison get only a part of the budget, so that the comparison can
-measure every layout once. This part is nearly all of the budget if only layouts of one model over
-the devices are compared. It is smaller if several jobs per device, placed layers or tuning options
-follow, because each of them starts processes of its own, which takes time.
+measure every layout once. If all layouts in it train one model over the devices, that part is
+nearly the whole budget. It is smaller if layouts with several jobs per device, with placed layers
+or with tuning options follow: each of them starts processes of its own, which takes time.
 
 Before the first step over several devices, devices may be measured alone in more rounds than are
 strictly necessary. Such a round may take at most the fraction `EXPLORES` / 2 of the time left for
@@ -53,7 +53,7 @@ CERTAIN_TURN = 0.5
 
 
 class Budget:
-    """Plans a search's time: how long each probe may run, and which ones are worth it."""
+    """Plans a search's time: how long each probe may run, and which ones are worth their time."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class Budget:
         machine: MachineModel | None = None,
         race_is_over: bool = False,
     ) -> None:
-        """Read the time spent so far and the usual cost of a probe from the observations.
+        """Read the time spent so far, and what probes usually cost, from the observations.
 
         - `seen`: all observations of the search so far.
-        - `machine`: the model that predicts step times of layouts that haven't run yet.
-          None: they are estimated from the speeds of single devices.
-        - `race_is_over`: whether the final comparison has ended, so that all remaining time
-          may be used for further probes.
+        - `machine`: the model that predicts step times of layouts that haven't run yet. If it is
+          None, they are estimated from the speeds of single devices.
+        - `race_is_over`: whether the final comparison has ended. All remaining time may then be
+          used for further probes.
         """
         self._options = options
         self._seen = seen
@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """Seconds of the budget that probes have taken so far."""
+        """Seconds that the probes have taken so far."""
         return self.time.spent
 
     def probe_seconds(
@@ -97,14 +97,15 @@ class Budget:
         step_seconds: float | None = None,
         reserved: float = 0.0,
     ) -> float:
-        """Return the measuring time to give a probe, in seconds, without its warm-up.
+        """Return how many seconds a probe should measure, without its warm-up.
 
-        - `probes_left`: the probes that share the time left, including this one.
-        - `step_seconds`: the expected step time; None: measured or predicted.
+        If steps are so slow that the probe should time only one, this is half of a step's time: a
+        probe with less time than one step takes times exactly one.
+
+        - `probes_left`: the number of probes that share the remaining time, including this one.
+        - `step_seconds`: the expected step time. If it is None, it is measured or predicted.
         - `reserved`: seconds to keep for other probes.
         """
-        # if steps are so slow that a probe should time only one, the result is half of a step's
-        # time: a probe that has less time than one step takes then times exactly one
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
         if math.isinf(self.seconds):
@@ -112,8 +113,7 @@ class Budget:
         left = self._stage_end_seconds(stage) - self.spent - reserved - self.starts.seconds(layout)
         probes = SURPRISE if stage in EXPLORATION else max(1, probes_left)
         part = 1 / SURPRISE if stage in EXPLORATION else CERTAIN_TURN
-        # A probe with less time than a step takes times one step. A check always has two steps,
-        # because it confirms the winner's samples/s.
+        # a check always has two steps, because it confirms the winner's samples/s
         if stage != Stage.CHECK and self.time.takes_lone_steps(step, part):
             return min(SHORTEST_PROBE_SECONDS, round(step / 2, 3))
         each = (
@@ -126,7 +126,7 @@ class Budget:
     def affords(
         self,
         layout: Layout,
-        ends_with: Stage,
+        deadline_stage: Stage,
         step_seconds: float | None = None,
         turn: int = 0,
         reserved: float = 0.0,
@@ -134,23 +134,26 @@ class Budget:
     ) -> bool:
         """Whether the shortest useful probe of a layout can finish before a stage's deadline.
 
-        - `ends_with`: the stage whose deadline counts.
-        - `reserved`: seconds to leave for other probes.
-        - `steps`: how many steps the probe has to time. None: as few as is sensible for the
-          step time.
+        - `deadline_stage`: the stage whose deadline counts, which may be later than that of the
+          probe's own stage if there would be no result without the probe.
+        - `step_seconds`: the expected step time. If it is None, it is measured or predicted.
+        - `turn`: the probe's round of the final comparison. Rounds after the first have to end
+          earlier.
+        - `reserved`: seconds to keep for other probes.
+        - `steps`: how many steps the probe has to time. If it is None, as few as is sensible for
+          the step time.
         """
         # the first turns of the race may use the whole budget, later turns only 95 % of it
-        # a probe without which there would be no result may use the time of the race
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
-        return ends <= self._stage_end_seconds(ends_with, turn)
+        return ends <= self._stage_end_seconds(deadline_stage, turn)
 
     def probes(
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
     ) -> tuple[Probe, ...]:
         """Return one probe of the layout, in a tuple; empty if there is no time for it.
 
-        Of the time left, `reserved` seconds are kept for later, and `probes_left` probes, with this
-        one, share the rest.
+        `reserved` seconds of the remaining time are kept for later. The rest is shared by
+        `probes_left` probes, including this one.
         """
         fewest = FEWEST_STEPS if stage == Stage.CHECK else None
         if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
@@ -158,20 +161,21 @@ class Budget:
         seconds = self.probe_seconds(layout, stage, probes_left, reserved=reserved)
         return (Probe(layout, stage, seconds, turn),)
 
-    def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
-        """Whether there is time for a probe of one device and for the later probes.
+    def has_time(self, seconds: float, reserved: float = 0.0, step_seconds: float = 0.0) -> bool:
+        """Whether there is time for a probe of a single device and for the probes after it.
 
-        - `seconds`: the duration of the probe, which may use only a fraction of the
-          remaining time.
-        - `after`: seconds that later probes need.
-        - `step_seconds`: if steps take so long that the probe times a single one, that
-          fraction doesn't apply.
+        The probe may use only a fraction of the remaining time, unless its steps take so long that
+        it times just one.
+
+        - `seconds`: the duration of the probe.
+        - `reserved`: seconds to keep for later probes.
+        - `step_seconds`: the expected step time; 0 if unknown.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
-            return seconds + after <= left
-        part = EXPLORES / 2 if after else EXPLORES
-        return seconds + after <= left and seconds <= part * left
+            return seconds + reserved <= left
+        part = EXPLORES / 2 if reserved else EXPLORES
+        return seconds + reserved <= left and seconds <= part * left
 
     def is_expensive(self, seconds: float) -> bool:
         """Whether a probe of `seconds` would take more than 5 % of the remaining time."""
@@ -208,7 +212,7 @@ class Budget:
         return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """Return how many more times the remaining time suffices to measure all these layouts.
+        """Return how many more times there is time to measure each of these layouts once.
 
         The number may be fractional. It is infinite without a budget, and 0 without layouts.
         """
@@ -218,7 +222,7 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def budget_with_more_turns(self, missing_seconds: float) -> float:
-        """Return the total budget, in seconds, that would complete the final comparison.
+        """Return the total budget, in seconds, with which the final comparison would be complete.
 
         `missing_seconds` is how much longer that comparison would have taken.
         """
@@ -229,9 +233,9 @@ class Budget:
         return max(self.spent + missing_seconds, others / kept)
 
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
-        """Return the total budget, in seconds, with which larger packs could have been measured.
+        """Return the total budget, in seconds, that allows larger numbers of jobs on a device.
 
-        `grown_seconds` is how long measuring them takes.
+        `grown_seconds` is how long it takes to measure them.
         """
         # packs may grow only until a fixed fraction (GROWS) is spent, which includes exploration
         # and the first turns
@@ -239,9 +243,9 @@ class Budget:
         return (spent + grown_seconds) / GROWS
 
     def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """Return the deadline of a stage: how much of the budget may be spent by its end.
+        """Return the deadline of a stage: the seconds that may be spent until its end.
 
-        It is in seconds, and infinite without a budget.
+        Infinite without a budget.
         """
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
@@ -257,35 +261,37 @@ class Budget:
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
         """Return the seconds that a probe spends on warm-up and other untimed work.
 
-        The start of its processes isn't included. If the layout was never measured, they are
-        estimated from `step_seconds`.
+        The start of its processes isn't included. If the layout was never measured, the result is
+        estimated from the probes of other layouts and from `step_seconds`.
         """
-        own = [untimed_seconds(timed) for timed in self._seen.timed_in(layout)]
-        return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
+        measured = [untimed_seconds(timed) for timed in self._seen.timed_in(layout)]
+        return min(
+            measured, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds
+        )
 
     def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
         """Return how many seconds longer the first step of a layout takes than a later one.
 
-        This is the overhead of a probe that times a single step, without warm-up.
+        This is the overhead of a probe that has no warm-up because it times a single step.
         """
         own = [first_step_overhead(timed) for timed in self._seen.timed_in(layout)]
-        # for a layout that was never measured
+        # if the layout was never measured
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return the warm-up seconds of a layout that only single steps have measured so far.
+        """Return the warm-up seconds of a layout of which only single steps were timed so far.
 
-        Probes of a single step have no warm-up, so their overhead doesn't include it.
+        Probes of a single step have no warm-up, so the overhead measured by them doesn't include
+        it.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):
             return 0.0
-        # so far, single steps were timed without a warm-up
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step_seconds(self, layout: Layout) -> float:
-        """Return the expected step time of a layout in seconds; 0 if nothing is known."""
+        """Return the expected step time of a layout in seconds; 0 if nothing is known about it."""
         own = self._seen.timed_in(layout)
         if own:
             return median(one.step_seconds for one in own)

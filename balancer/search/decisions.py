@@ -1,4 +1,4 @@
-"""Write the sentences in which a search explains its next probe, or why it ended."""
+"""Write the sentences with which a search explains its next probe, or why it ended."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ WHY_SOLO = (
 )
 
 
-def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
+def explain_probe(probe: Probe, had_split: bool, layout_count: int) -> str:
     """Return a sentence for users that says what a probe measures and why.
 
-    - `split_before`: whether a step over several devices was measured before.
-    - `running`: the number of layouts in the final comparison.
+    - `had_split`: whether a step over several devices was measured before.
+    - `layout_count`: the number of layouts in the final comparison.
     """
     layout, devices = probe.layout, len(probe.layout.active)
     match probe.stage:
         case Stage.SOLO:
             return f"Measures every device alone: {_explain_solo(probe)}."
         case Stage.SPLIT:
-            return _explain_split(layout, split_before)
+            return _explain_split(layout, had_split)
         case Stage.PART:
             return (
                 f"Measures every device alone on rows of a sharded model: "
@@ -36,7 +36,7 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
         case Stage.SHARD:
             return f"Measures a real step of the model in shards over {devices} devices."
         case Stage.REST:
-            why = "it may beat every split" if split_before else "what every split has to beat"
+            why = "it may beat every split" if had_split else "what every split has to beat"
             return f"Measures device {layout.active[0]} alone while the others are idle: {why}."
         case Stage.PACK:
             return f"Packs {layout.processes} trainings on one device."
@@ -44,13 +44,13 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
             return "Measures the winner with other knobs, in turns."
         case Stage.CHECK:
             return "Measures the chosen layout again: the rate that it won by is probably too high."
-    if running == 1:
+    if layout_count == 1:
         return f"Measures the only layout left, turn {probe.turn + 1}."
-    return f"Races {running} layouts in turns; this is turn {probe.turn + 1}."
+    return f"Races {layout_count} layouts in turns; this is turn {probe.turn + 1}."
 
 
 def _explain_solo(probe: Probe) -> str:
-    """Return the purpose of a probe that measures devices alone, as a phrase."""
+    """Return the purpose of a probe of single devices, as a phrase for users."""
     layout = probe.layout
     if layout.length:
         return f"what passes of rows of {layout.length} tokens and others cost"
@@ -59,17 +59,17 @@ def _explain_solo(probe: Probe) -> str:
     return WHY_SOLO[min(probe.turn, len(WHY_SOLO) - 1)]
 
 
-def _explain_split(layout: Layout, split_before: bool) -> str:
-    """Return a sentence about a probe that times a step over several devices."""
+def _explain_split(layout: Layout, had_split: bool) -> str:
+    """Return a sentence for users about a probe that times a step over several devices."""
     devices = len(layout.active)
     if layout.costs:
         return f"Measures a real step, its rows assigned to {devices} devices by what they cost."
-    why = "what the last ones showed" if split_before else "the fastest that the curves predict"
+    why = "what the last ones showed" if had_split else "the fastest that the curves predict"
     return f"Measures a real step split over {devices} devices: {why}."
 
 
 def explain_no_device(model: MachineModel) -> End:
-    """Return the end of a search without a usable device, with the reason for each device."""
+    """Return why a search ended that has no usable device, with the reason for each device."""
     words = [
         f"device {i}: {device.lost or f'out of memory at batch {device.memory.smallest_failed}'}"
         for i, device in enumerate(model.devices)
@@ -79,12 +79,12 @@ def explain_no_device(model: MachineModel) -> End:
 
 
 def find_doubt(model: MachineModel, chosen: Result) -> str:
-    """Return a reason to suspect that the chosen layout isn't the best, or "" for none.
+    """Return a reason to doubt that the chosen layout is the best; "" if there is none.
 
-    Reasons are a measured speed that disagrees with the predicted one, and a device that ran out of
-    memory so often that its limit is uncertain.
+    Call it when no further measurement is expected to change the choice. A reason is a measured
+    speed that disagrees with the predicted one, or a device that ran out of memory so often that
+    its limit is uncertain.
     """
-    # called when no further measurement is expected to change the plan
     # In 4,740 hard searches, 1.3 % of the plans without a doubt were more than 3 % off, and 12 % of
     # the plans with a doubt.
     layout, rate = chosen.layout, chosen.throughput
@@ -112,6 +112,6 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
 
 
 def explain_too_long(problem: Problem) -> End:
-    """Return the end of a search in which no device can hold the longest row."""
+    """Return why a search ended in which no device has enough memory for the longest row."""
     row = "it" if problem.longest_row < 0 else f"row {problem.longest_row}"
     return End(Stop.ROW_TOO_LONG, f"{row} has {problem.lengths[-1]} tokens")

@@ -311,12 +311,12 @@ class DeviceModel:
             self.position, PassCurve(curve, at_once, rows, self.extra_seconds, at_once), batch
         )
 
-    def rows_per_pass(self, share: int, surely: bool) -> int:
+    def rows_per_pass(self, share: int, known_to_fit: bool) -> int:
         """Return the micro-batch for a share; the share itself if one pass is enough.
 
-        With `surely`, only micro-batches that are sure to fit in memory are used.
+        With `known_to_fit`, only micro-batches that are sure to fit in memory are used.
         """
-        if surely:
+        if known_to_fit:
             at_once = self.certain_rows
             fits = self.certain_rows
             rows = min(self.certain_rows, self.pass_rows)

@@ -1,4 +1,4 @@
-"""Work out everything that a search knows from its observations: next probes, winner, report."""
+"""Derive everything that a search knows from its observations: next probes, winner and report."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from .time_left import TimeLeft
 
 
 class Evaluation:
-    """The conclusions of a search from one set of observations.
+    """The conclusions that a search draws from one set of observations.
 
-    Nothing is carried over: each new observation gets a new evaluation.
+    An evaluation never changes. After each new observation, a new one is made from scratch.
     """
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
@@ -72,7 +72,7 @@ class Evaluation:
     def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
         """Yield the probes that each part of the search asks for, by priority.
 
-        The first that isn't empty is run.
+        The first tuple that isn't empty is run.
         """
         # exploration interrupts the race until it has spent its part of the budget
         if not self._seen.timed(Stage.CHECK):
@@ -93,7 +93,7 @@ class Evaluation:
     def _retries(self) -> tuple[Probe, ...]:
         """Return the failed probes to run again.
 
-        Failed probes of single devices run all at once; any other probe runs by itself.
+        Failed probes of single devices run at the same time. Any other probe runs by itself.
         """
         failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:
@@ -102,12 +102,12 @@ class Evaluation:
 
     @property
     def _check_seconds(self) -> float:
-        """Seconds to reserve for a repeated measurement of the winner."""
+        """Seconds to reserve for measuring the winner again."""
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
-        """Return the next probes that improve the speed predictions.
+        """Return the next probes that would improve the predicted speeds.
 
         Empty if none is worth its time, or if no layout can work at all.
         """
@@ -116,18 +116,17 @@ class Evaluation:
         return explore(self.policy, budget, self.options.with_splits)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
-        """Return further probes to improve the predictions after the final comparison.
+        """Return further probes, after the final comparison, that improve the predicted speeds.
 
-        `seconds` is the total budget to assume. None means unlimited, to find out whether a longer
-        search would go on.
+        `seconds` is the total budget to assume. None means an unlimited one, to find out whether a
+        search with more time would go on.
         """
-        # without a limit (None), they show whether the search would go on
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)
         return self._explore(rest)
 
     def belief(self) -> Belief:
-        """Return, for display, each device's predicted step times and what is measured next."""
+        """Return the predicted step times and what is measured next, for display."""
         policy = self.by_rows
         if self.sharding is not None and not self.model.live:
             policy = self.sharding.policy
@@ -152,7 +151,7 @@ class Evaluation:
 
     @cached_property
     def _why_none(self) -> End | None:
-        """The reason why no layout can work, such as no usable device; None if one can."""
+        """Why no layout can work, for example because no device is usable; None if one may work."""
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
@@ -168,11 +167,11 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search ended that didn't run out of budget.
+        """Return why a search ended although it had budget left.
 
-        `tied` says that the fastest layouts remained too close to rank.
+        `tied` says that more measurements couldn't show which of the fastest layouts is the faster
+        one.
         """
-        # `tied`: more measurements couldn't tell which of the two fastest layouts is faster
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
             leaders = [one.throughput for one in self.ranking()[:2]]
@@ -182,7 +181,10 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
 
     def _end_when_settled(self) -> End:
-        """Return the end of a search that found its winner, with a reason for doubt if any."""
+        """Return the end of a search that needs no more measurements.
+
+        It includes a reason to doubt the winner, if there is one.
+        """
         if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)
         doubt = find_doubt(self.model, self.best)
@@ -197,17 +199,17 @@ class Evaluation:
 
     @cached_property
     def model(self) -> MachineModel:
-        """The model of the devices that predicts step time and memory from row counts."""
+        """The model that predicts step time and memory from the number of rows per device."""
         return MachineModel(self.problem, self._seen, self.time)
 
     @cached_property
     def by_rows(self) -> RowPolicy:
-        """The rules that propose layouts if all rows cost the same."""
+        """The rules that choose layouts for rows that all cost the same."""
         return RowPolicy(self.model)
 
     @cached_property
     def policy(self) -> RowPolicy | TextPolicy:
-        """The rules that propose layouts in this search.
+        """The rules that choose the layouts of this search.
 
         They depend on whether the workload's rows differ in length.
         """
@@ -217,19 +219,19 @@ class Evaluation:
 
     @property
     def machine(self) -> MachineModel:
-        """The model of the devices that this search predicts with."""
+        """The model that predicts step times in this search."""
         return self.policy.machine
 
     @cached_property
     def budget(self) -> Budget:
-        """The part of the search that allots time to probes."""
+        """The plan of this search's time, which says what each probe may cost."""
         return Budget(self.problem, self.options, self._seen, self.machine)
 
     @cached_property
     def sharding(self) -> Sharding | None:
         """The search for sharded layouts; None if they are impossible or not needed.
 
-        They are needed if the user asked for them, or if a device can't hold the whole model.
+        They are needed if the user requested them, or if a device can't hold the whole model.
         """
         problem = self.problem
         asked = any(family.traits.sharded for family in self.options.wanted)
@@ -244,7 +246,7 @@ class Evaluation:
         return Sharding(problem, [*self._seen.sharded, *self._seen.sharded_failures()])
 
     def _lacks_memory(self) -> bool:
-        """Whether a device can't hold the model even with no other process in its memory."""
+        """Whether a device can't hold the model although no other process uses its memory."""
         for position, device in enumerate(self.model.devices):
             # a device whose memory other processes use doesn't count
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
@@ -273,14 +275,12 @@ class Evaluation:
     def best(self) -> Result | None:
         """The layout to recommend, with its samples/s; None if nothing ran.
 
-        If it was measured again after being chosen, the later samples/s count: those for which it
-        was chosen are biased upwards.
+        The samples/s for which it was chosen are biased upwards, because they are the highest of
+        several noisy values. If it was measured again after that, only the later values count.
         """
         chosen = self._chosen
         if chosen is None:
             return None
-        # the samples/s for which it was chosen are the highest of several noisy values, so biased
-        # upwards
         fresh = self._seen.turns_after_choice(chosen.layout)
         if not fresh:
             return chosen
@@ -292,7 +292,10 @@ class Evaluation:
 
     @cached_property
     def _chosen(self) -> Result | None:
-        """The recommended layout with the samples/s for which it was chosen, or None."""
+        """The layout to recommend, with the samples/s for which it was chosen.
+
+        None if nothing ran.
+        """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
             return self.race.ranking[0].result  # in the race, packs and placements are compared
@@ -305,32 +308,31 @@ class Evaluation:
         return self._results_that_ran[choose_winner(candidates, turns, self.problem).layout]
 
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
-        """Return the measured layouts among which the winner is chosen.
+        """Return the measured layouts from which the winner is chosen.
 
         They have the requested global batch. A layout that wasn't in the final comparison must be
-        of a requested kind, and differ clearly from those that were.
+        of a requested kind, and must differ measurably from those that were. If that leaves none,
+        the condition is dropped.
         """
         fit = [
             one
             for one in self._results_that_ran
             if self.problem.global_batch in (None, one.global_batch)
         ]
-        # no measurement would show a difference from a layout of the race with nearly the same
-        # shares
-        apart = [one for one in fit if one in raced or not _is_like_any(one, raced)] or fit
+        distinct = [one for one in fit if one in raced or not _is_like_any(one, raced)] or fit
         wanted = self.options.families
-        return [one for one in apart if one in raced or family_of(one).name in wanted] or apart
+        requested = [one for one in distinct if one in raced or family_of(one).name in wanted]
+        return requested or distinct
 
     @cached_property
     def _results_that_ran(self) -> dict[Layout, Result]:
-        """The samples/s of each measured layout that should still run and fit in memory.
+        """The samples/s of each measured layout that is expected to run again.
 
-        If that is true of none, the result has all layouts that ran.
+        If no layout is expected to, these are all layouts that ran.
         """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
         ran = [training for training in trainings if self.policy.is_sensible(training.probe.layout)]
-        # all of them, if none may run again
         layouts = [one.probe.layout for one in self._seen.still_fit(ran) or ran]
         turns = {layout: self._turns(layout) for layout in layouts}
         return {
@@ -341,13 +343,12 @@ class Evaluation:
     def _samples_per_second(self, turns: Turns) -> Interval:
         """Return the mean samples/s of a layout's measurements, with an interval.
 
-        Probes that timed a single step don't show its noise. If there are no others, the interval
-        is widened by the usual noise of a step.
+        A probe that timed a single step doesn't show the noise of steps. If there are no other
+        probes, the interval is widened by the usual noise.
         """
         interval = throughput(turns)
         if not all(turn.lone for turn in turns.values()):
             return interval
-        # turns with a single step don't show its noise: the typical error of such turns is used
         return widen(interval, self._lone_error / math.sqrt(len(turns)))
 
     @cached_property
@@ -359,21 +360,22 @@ class Evaluation:
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """Return a layout's measurements from the final comparison, by round.
 
-        If there are none, these are its solo measurements, in which other devices were busy too.
+        Without such measurements, they are those of the solo stage, in which the other devices were
+        busy too.
         """
-        # all devices run at once in the solo stage, so its measurements only count without others
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
-        """Return the measurements on which a layout's samples/s are based."""
+        """Return the measurements from which a layout's samples/s are computed."""
         return tuple(self._turns(layout).values())
 
     # ------------------------------------------------------------------ the report
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
-        """Return everything about the search that its result is made from; None if nothing ran.
+        """Return everything about the search from which its result is written.
 
         `own_batch` is the global batch of the user's script. Its speed is predicted for the report.
+        None if nothing ran.
         """
         if self.best is None:
             return None
@@ -404,7 +406,7 @@ class Evaluation:
             enough_seconds=self._enough_seconds,
             mean_length=self.mean_length,
             sync_seconds=self.machine.sync_seconds,
-            apart_seconds={layout: self.policy.apart_seconds(layout) for layout in splits},
+            seconds_alone={layout: self.policy.seconds_alone(layout) for layout in splits},
             network_seconds=self._network_seconds(),
             curves=self._curves(self.best.layout),
             own_rate=self.by_rows.predictions.rate_of(own_batch) if own_batch else 0.0,
@@ -413,7 +415,7 @@ class Evaluation:
     def ranking(self) -> tuple[RankedLayout, ...]:
         """Return the layouts of the final comparison, best first.
 
-        For the chosen layout, the samples/s are those measured after it was chosen.
+        The samples/s of the chosen layout are those that were measured after it was chosen.
         """
         found = list(self.race.ranking)
         for place, one in enumerate(found):
@@ -423,9 +425,9 @@ class Evaluation:
         return tuple(found)
 
     def results(self) -> tuple[Result, ...]:
-        """Return all measured layouts that should still fit in memory, fastest first.
+        """Return all measured layouts that are expected to run again, fastest first.
 
-        If that is true of none, all layouts that ran are returned.
+        If no layout is expected to, all layouts that ran are returned.
         """
 
         def order(result: Result) -> tuple[float, int, tuple[int, ...]]:
@@ -440,9 +442,9 @@ class Evaluation:
         return tuple(fastest.get(i) for i in range(self.problem.devices))
 
     def best_single(self) -> Result | None:
-        """Return the fastest result of a single device at the requested batch, or None.
+        """Return the fastest result of a single device with the requested batch, or None.
 
-        If single devices took part in the final comparison, it is the best of these.
+        If single devices took part in the final comparison, it is the best of them.
         """
         for one in self.ranking():
             if one.candidate.layout.traits.alone:
@@ -453,20 +455,23 @@ class Evaluation:
 
     @property
     def _replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a layout that ran out of memory and the smaller layout measured in its place."""
+        """Layouts that ran out of memory, each with the smaller layout that ran instead."""
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """The next larger numbers of jobs per device to try, where more jobs were still faster."""
+        """The next larger number of jobs on a device, where more jobs have been faster so far.
+
+        There is one layout for each way to share a device.
+        """
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
 
     @property
     def _enough_seconds(self) -> float:
-        """A budget, in seconds, with which the search could probably measure all it left out."""
+        """A budget, in seconds, that would probably suffice for everything that wasn't measured."""
         budget = self.budget
         live = self.model.live
         missing = [one.layout for one in self.race.unmeasured]
@@ -485,9 +490,9 @@ class Evaluation:
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def _network_seconds(self) -> tuple[float, ...]:
-        """Return how much longer gradient exchange takes over several hosts than within one.
+        """Return how many seconds longer gradient exchange takes over several hosts than on one.
 
-        The result holds seconds by number of hosts; it is empty if all devices are on one host.
+        The values are by number of hosts. Empty if all devices are on one host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:
@@ -495,12 +500,11 @@ class Evaluation:
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return the compute time by rows, and the row limit, of each device of a layout."""
-        # without a split of rows, curves are empty and rows are 0
+        """Return the compute time by rows and the maximum rows of each device in a layout."""
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)
 
 
 def _is_like_any(layout: Layout, others: dict[Layout, Candidate]) -> bool:
-    """Whether the layout is too similar to one of the others to measure a difference."""
+    """Whether a measurement couldn't distinguish the layout from one of the others."""
     return any(same_measurement(layout, each) for each in others)

@@ -12,9 +12,10 @@ from .texts import TextPolicy
 
 
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
-    """Return the next probes that improve the speed predictions; empty if none is worth it.
+    """Return the next probes that would improve the predicted speeds.
 
     Devices are first measured alone. If `with_splits` is set, steps over several devices follow.
+    Empty if no probe is worth its time.
     """
     if isinstance(policy, TextPolicy):
         return TextStage(policy.machine, budget, with_splits).next_probes()

@@ -1,4 +1,4 @@
-"""What the layout families know about a search when they propose layouts.
+"""Collect what the layout families need to know about a search to propose layouts.
 
 A family is a kind of layout, such as a single device, an unequal split or several jobs per device.
 """
@@ -18,7 +18,7 @@ from .texts import TextPolicy
 
 
 class FamilyView:
-    """The best known layout of each kind, from which families build their proposals."""
+    """The best known layouts of each kind, from which the layout families make their proposals."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class FamilyView:
     def singles(self) -> Sequence[Layout]:
         """The best layout on a single device; empty if no device can run the batch.
 
-        If it uses gradient accumulation although one pass would surely fit, the layout with one
-        pass comes second.
+        If that layout uses gradient accumulation although one pass is sure to fit, the layout with
+        one pass comes second.
         """
         return self._policy.singles()
 
     @cached_property
     def splits(self) -> Sequence[Layout]:
-        """The fastest layouts over several devices; empty if they aren't to be searched."""
+        """The best layouts over several devices; empty if the search doesn't include them."""
         return self._policy.best_splits() if self.options.with_splits else []
 
     @property
@@ -61,7 +61,7 @@ class FamilyView:
     def common_batch(self) -> int | None:
         """The global batch for kinds of layouts whose best batch isn't searched.
 
-        That is the requested batch, else the best batch of a single device. None if rows differ in
+        It is the requested batch or else the best batch of a single device. None if rows differ in
         length, or if no batch is known.
         """
         if not self._policy.machine.by_rows:
@@ -76,7 +76,7 @@ class FamilyView:
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """For each way to share a device, the search for the best number of jobs on it.
+        """The searches for the best number of jobs on one device, by the way to share that device.
 
         Empty if no such layout is wanted, or if no device runs its batch in one pass.
         """
@@ -98,15 +98,14 @@ class FamilyView:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical_pack(self, plain: Layout) -> Layout:
-        """Return the layout in which jobs get equal parts of a device's memory.
+        """Return the layout in which jobs on one device each get an equal part of its memory.
 
-        It has as many jobs as the best pack `plain`. If there is no time left to measure that, it
-        is the largest such layout that ran.
+        It has as many jobs as `plain`, the best layout of jobs that share memory freely. If there
+        is no time left to measure that, it is the largest such layout that ran.
         """
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (timed.probe.layout for timed in self._seen.timed())
         tried = [layout for layout in layouts if layout.placement == "logical"]
         if wanted in tried or not tried or self._budget.affords(wanted, Stage.RACE):
             return wanted
-        # the budget doesn't suffice for the wanted pack
         return max(tried, key=lambda layout: layout.processes)

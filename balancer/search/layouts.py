@@ -1,6 +1,6 @@
-"""Layouts that take part in the final comparison, and which kinds of layouts a search may try.
+"""Options and candidates of a search: which kinds of layouts it may try, and which it compares.
 
-Also makes smaller layouts from those that ran out of memory.
+Functions of this module also make smaller layouts from those that ran out of memory.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class LayoutOptions(msgspec.Struct, frozen=True):
 
     @property
     def wanted(self) -> tuple[Family, ...]:
-        """The kinds of layouts ("families") that were requested."""
+        """The layout families (kinds of layouts) that were requested."""
         return find_families(self.families)
 
     @property
     def needs_more_children(self) -> bool:
-        """Whether the final comparison has to start processes of its own, which takes time."""
+        """Whether the final comparison needs additional processes, which take time to start."""
         return (
             self.scaling or bool(self.knobs) or any(family.more_children for family in self.wanted)
         )
@@ -63,9 +63,9 @@ BALANCE = LayoutOptions(
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A layout for the final comparison, with the kind of layout ("family") it belongs to.
+    """A layout that may take part in the final comparison, with its layout family.
 
-    `extra` marks an optional one: users don't read about it if there was no time to measure it.
+    `extra` marks an optional candidate: if there was no time to measure it, users aren't informed.
     """
 
     family: Family
@@ -74,12 +74,15 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def synchronous(self) -> bool:
-        """Whether all devices train one model in synchronous steps, without tuning options."""
+        """Whether all devices of the layout train one model together, without tuning options."""
         return self.layout.traits.by_shares and not self.layout.knobs
 
     @property
     def simplicity(self) -> tuple[int, int, int, int, int]:
-        """Sort key by which the simpler of two equally fast layouts is preferred."""
+        """Sort key that puts the simpler of two layouts first.
+
+        Of equally fast layouts, the simplest is preferred.
+        """
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0
         return (
@@ -92,9 +95,10 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
-    """Return the layout with 30 % fewer rows on each device; None if one would have none.
+    """Return the layout with 30 % fewer rows on each device; None if a device would have none.
 
-    Each device's rows remain a multiple of `quantum`, and its number of passes stays the same.
+    The rows remain multiples of `quantum`, and the numbers of gradient-accumulation passes stay the
+    same.
     """
     shares = []
     for share in layout.shares:
@@ -110,14 +114,14 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
     return msgspec.structs.replace(layout, shares=tuple(shares), micro=tuple(micro))
 
 
-def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
+def divide(layout: Layout, full_devices: tuple[int, ...]) -> Layout | None:
     """Return the layout with 30 % smaller micro-batches on devices that ran out of memory.
 
-    `full` lists these devices; empty means all. The rows per step stay the same. None if a
-    micro-batch would be empty.
+    The rows per step stay the same, so there are more gradient-accumulation passes. `full_devices`
+    lists the positions of these devices; empty means all. None if a micro-batch would be empty.
     """
     rows = list(layout.pass_rows)
-    for i in full or layout.active:
+    for i in full_devices or layout.active:
         if not layout.shares[i]:  # it only holds state, so it needs no passes
             continue
         rows[i] = int(rows[i] * RETREAT)
@@ -127,22 +131,22 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
     return msgspec.structs.replace(smaller, kind=layout.kind, state=layout.state)
 
 
-def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
+def same_measurement(one: Layout, other: Layout, tolerance: float = TIE) -> bool:
     """Whether two layouts are so similar that a measurement can't show a difference.
 
-    `near` is the largest relative difference of rows per device that counts as similar.
+    `tolerance` is the largest relative difference in a device's rows.
     """
     if one.kind != other.kind or any(one.passes(i) != other.passes(i) for i in one.active):
         return False
     shares = zip(one.shares, other.shares, strict=True)
-    return all(abs(a - b) <= near * max(a, b) for a, b in shares)
+    return all(abs(a - b) <= tolerance * max(a, b) for a, b in shares)
 
 
 def is_no_larger(one: Layout, other: Layout) -> bool:
     """Whether `one` needs at most as much memory as `other` on every device.
 
-    Both have the same devices. If shares depend on the lengths of rows, only equal layouts give
-    True.
+    Both must use the same devices. If shares depend on the lengths of rows, only equal layouts
+    count.
     """
     if not (one.by_rows and other.by_rows):
         return one == other

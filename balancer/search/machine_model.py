@@ -1,13 +1,14 @@
-"""Predicts the step time and memory of any layout from measurements of devices and splits.
+"""Predict the step time and memory of any layout from measurements of devices and splits.
 
-Each device has a curve of its compute time and a memory limit. A step takes as long as its slowest
-device, plus the part of the gradient exchange that computation doesn't hide.
+A split is a layout in which several devices share each batch. Each device has a curve of its
+compute time by rows, and a memory limit. A step takes as long as its slowest device, plus the part
+of the gradient exchange that computation doesn't hide.
 
-For k devices on h hosts, this exchange takes within_k + across_h seconds. within_k = base + each *
-(k - 1) is the time of k devices on a single host. across_h is linear in h, and is the additional
-time if the devices are on several hosts.
+For k devices on h hosts, this part takes within_k + across_h seconds. within_k = base + each * (k -
+1) is the time of k devices on a single host. across_h is linear in h, and is added if the devices
+are on several hosts.
 
-Where no split was measured, the exchange is assumed to be fast, so that layouts aren't rejected
+Before a split was measured, the exchange is assumed to be fast, so that layouts aren't rejected
 without a measurement. After one measured split, fewer devices are assumed to take proportionally
 less time, and more devices the same time. If that makes another number of devices look good, it is
 measured next.
@@ -43,10 +44,10 @@ ExchangeCosts = tuple[Costs, ...]  # [h][k]: seconds of k devices on h hosts
 def fit_exchange_costs(
     samples: Sequence[ExchangeSample], devices: int, hosts: int
 ) -> ExchangeCosts:
-    """Fit the exchange time as a function of the number of devices and hosts.
+    """Fit the exchange time as a function of the numbers of devices and hosts.
 
-    Item `[h][k]` of the result is the seconds for k devices on h hosts. `samples` come from
-    measured splits.
+    `samples` come from measured splits. Item `[h][k]` of the result is the seconds for k devices on
+    h hosts.
     """
     on_one = [(k, cost, error) for k, h, cost, error in samples if h == 1]
     within = fit_sync_costs(on_one, devices)
@@ -59,17 +60,19 @@ def fit_exchange_costs(
     return tuple(found)
 
 
-def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
-    """Return the exchange seconds of 0 to `most` devices, fitted by a line that never falls."""
-    # if all samples have the same number, smaller numbers cost less in proportion, and larger ones
-    # the same
+def fit_sync_costs(samples: Sequence[SyncSample], largest: int) -> tuple[float, ...]:
+    """Fit the exchange seconds of 0 to `largest` devices with a line that doesn't fall.
+
+    If all samples have the same number of devices, fewer devices are assumed to take proportionally
+    less time, and more devices the same time.
+    """
     # the cost of k devices depends on the number of others, k - 1
     found = []
     for k, cost, error in samples:
         weight = max(error, LEAST_SYNC_ERROR) ** -2
         found.append((k - 1, max(0.0, cost), weight))
     measured = {others for others, _, _ in found}
-    further = range(1, most)  # others of 2 to `most` devices
+    further = range(1, largest)  # others of 2 to `most` devices
     if len(measured) > 1:
         base, each = rising_line(found)
         costs = [base + each * others for others in further]
@@ -77,12 +80,15 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
         widest = max(measured, default=1)
         cost = _weighted_mean(found)
         costs = [cost * min(1.0, others / widest) for others in further]
-    alone = (0.0, 0.0)[: most + 1]
+    alone = (0.0, 0.0)[: largest + 1]
     return (*alone, *costs)
 
 
 def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
-    """Return the weighted mean of the samples' seconds; 0 without samples."""
+    """Return the weighted mean of the samples' seconds; 0 without samples.
+
+    Each sample is a number of other devices, the seconds and the weight.
+    """
     weights = math.fsum(weight for _, _, weight in samples)
     if not weights:
         return 0.0
@@ -90,7 +96,7 @@ def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
 
 
 class MachineModel:
-    """Predicts step time and memory use of any layout, from the observations so far."""
+    """Predicts the step time and memory of any layout from the observations so far."""
 
     # True: devices take rows in the order of the data, so packs and placements are possible
     by_rows = True
@@ -111,20 +117,20 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Measured steps over several devices from which the exchange time is fitted."""
+        """Measured steps over several devices, to which the exchange time is fitted."""
         found = self.seen.timed(Stage.SPLIT)
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
-        """Measured steps over several devices that should still fit in memory."""
+        """Measured steps over several devices whose layouts are expected to run again."""
         return tuple(self.seen.still_fit(self.splits))
 
     @cached_property
     def others_idle(self) -> dict[int, Timed]:
         """Each device's fastest measurement while the other devices were idle, by position.
 
-        If a global batch is requested, only measurements with that batch.
+        If a global batch was requested, only measurements with that batch count.
         """
         best: dict[int, Timed] = {}
         for one in self.seen.still_fit(self.seen.timed(Stage.REST)):
@@ -138,13 +144,16 @@ class MachineModel:
 
     @cached_property
     def exchange(self) -> ExchangeCosts:
-        """Seconds of gradient exchange, by number of hosts and of devices."""
+        """Seconds of gradient exchange that computation doesn't hide.
+
+        Item `[h][k]` is the value for k devices on h hosts.
+        """
         samples = [self._exchange_sample(split) for split in self.splits]
         costs = fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Raise predicted exchange times that are shorter than the link's speed allows.
+        """Raise predicted exchange times that are shorter than the speed of the link allows.
 
         Times of up to `widest` devices stay as they are, because they were measured.
         """
@@ -152,13 +161,12 @@ class MachineModel:
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:
             return costs
         within = list(costs[-1])
-        # no measured split had more than `widest` devices
         for k in range(widest + 1, len(within)):
             within[k] = max(within[k - 1], within[k], self._unhidden_seconds(k, self.problem.link))
         return (costs[0], tuple(within))
 
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
-        """Estimate the seconds of exchange that don't overlap with computation, by the link."""
+        """Estimate from the link's speed how many seconds of exchange computation doesn't hide."""
         batch = self.problem.global_batch
         # what is left of the exchange on the device that hides most of it behind its computation
         left = []
@@ -177,7 +185,7 @@ class MachineModel:
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """Exchange seconds of the split with the most devices; None if no split ran."""
+        """Exchange seconds of the measured split with the most devices; None if no split ran."""
         layouts = [split.probe.layout for split in self.splits]
         if not layouts:
             return None
@@ -191,19 +199,21 @@ class MachineModel:
         return len({self.hosts[i] for i in positions})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
-        """Return a split's step time minus the compute time of its slowest device."""
+        """Return the exchange time of a measured split.
+
+        This is the part of its step time that exceeds the compute time of its slowest device.
+        """
         active = split.probe.layout.active
         own = [split.device_seconds[i] for i in active]
         parts = [seconds for seconds in own if seconds]
         if len(parts) < len(active):
-            # the compute time of a device wasn't measured
             parts = self.predict_parts(split)
         longest = max(parts, default=0.0)
         error = step_error(split) * split.step_seconds
         return len(active), self._count_hosts(active), split.step_seconds - longest, error
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return each device's predicted compute seconds in a split.
+        """Return the predicted compute seconds of each device in a split.
 
         Devices that were never measured are left out.
         """
@@ -214,7 +224,7 @@ class MachineModel:
         ]
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return the predicted samples/s of a layout; 0 if a device of it was never measured."""
+        """Return the predicted samples/s of a layout; 0 if one of its devices never ran."""
         devices = [self.devices[i] for i in layout.computing]
         times = []
         for device in devices:
@@ -227,22 +237,22 @@ class MachineModel:
 
     # ------------------------------------------------------------------ memory
 
-    def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
-        """Return the layout with these rows per device, with gradient accumulation where needed.
+    def lay_out(self, shares: tuple[int, ...], known_to_fit: bool = False) -> Layout:
+        """Return the layout with these rows per device, using gradient accumulation if needed.
 
-        If `surely` is set, only micro-batches that are known to fit in memory are used.
+        With `known_to_fit`, only micro-batches that are sure to fit in memory are used.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(
-            shares, tuple(device.rows_per_pass(share, surely) for device, share in both)
+            shares, tuple(device.rows_per_pass(share, known_to_fit) for device, share in both)
         )
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """Return the layout with these rows per device, or None if it may not fit in memory.
+        """Return a layout with these rows per device that is sure to fit in memory, or None.
 
         Its micro-batches may be smaller than those of `lay_out`.
         """
-        layouts = (self.lay_out(shares, surely) for surely in (False, True))
+        layouts = (self.lay_out(shares, known_to_fit) for known_to_fit in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)
 
     def fits(self, layout: Layout) -> bool:
@@ -251,14 +261,14 @@ class MachineModel:
         return all(rows <= device.guessed_rows for rows, device in both)
 
     def surely_fits(self, layout: Layout) -> bool:
-        """Whether a layout is sure to fit in memory, from what ran before."""
+        """Whether a layout is sure to fit in memory, judged by the batches that ran."""
         return all(layout.pass_rows[i] <= self.devices[i].certain_rows for i in layout.active)
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
-        """Each usable device's compute time by rows, with the most rows of one pass.
+        """Compute time by rows of each usable device while the other devices compute too.
 
-        The times apply while the other devices compute too.
+        Each curve comes with the most rows of one pass.
         """
         found = []
         for position in self.live:

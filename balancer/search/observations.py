@@ -1,9 +1,9 @@
-"""Stores what the probes of a search observed, and looks it up by device, layout or stage.
+"""Store what the probes of a search observed, and find it by device, layout or stage.
 
 Equal sets of observations give equal answers, whatever their order. Until a winner has been
 measured again, the models of the devices use only measurements from before the final comparison
-(stages solo, rest and split), so the comparison can't change which layouts it compares. Time spent,
-failures and memory used by other processes count in all stages.
+(stages solo, rest and split). So the comparison can't change which layouts it compares. Time spent,
+failures and the memory of other processes count in all stages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Turns = dict[int, Timed]
 
 
 class Observations:
-    """All observations of a search, with look-ups by probe, stage, layout and device."""
+    """All observations of a search, to be looked up by probe, stage, layout or device."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -50,38 +50,42 @@ class Observations:
         # the exploration of sharded trainings, in the order of arrival
         self.sharded: list[Observation] = []
 
-    def add(self, seen: Observation) -> None:
+    def add(self, observation: Observation) -> None:
         """Add an observation.
 
-        Of several observations of the same probe, the most informative is kept. Probes recorded for
-        a different number of devices are ignored.
+        If the same probe was observed several times, only the most informative observation is kept.
+        Observations of a different number of devices are ignored.
         """
-        probe = seen.probe
+        probe = observation.probe
         if len(probe.layout.shares) != self._problem.devices or not probe.layout.active:
             return
         self._final_by_stage.pop(probe.stage, None)
-        if isinstance(seen, Failed):
-            self._count_failure(seen)
+        if isinstance(observation, Failed):
+            self._count_failure(observation)
         else:
-            self._record_others_memory(seen)
+            self._record_others_memory(observation)
         if probe.stage in SHARDED:
-            self.sharded.append(seen)
-        kept = max(self._seen.get(probe, seen), seen, key=rank_observation)
+            self.sharded.append(observation)
+        kept = max(self._seen.get(probe, observation), observation, key=rank_observation)
         self._seen[probe] = self._by_layout[probe.layout][probe] = kept
 
-    def _count_failure(self, seen: Failed) -> None:
-        self._failures[seen.probe].append(seen.elapsed_seconds)
-        if seen.cause == "device" and len(self._failures[seen.probe]) >= TRIES:
-            self.gone.update(dict.fromkeys(seen.devices, seen.detail))
+    def _count_failure(self, failure: Failed) -> None:
+        self._failures[failure.probe].append(failure.elapsed_seconds)
+        if failure.cause == "device" and len(self._failures[failure.probe]) >= TRIES:
+            self.gone.update(dict.fromkeys(failure.devices, failure.detail))
 
-    def _record_others_memory(self, seen: Timed | OutOfMemory) -> None:
-        """Record how many bytes other processes hold on each device, if this is the latest look."""
-        probe = seen.probe
+    def _record_others_memory(self, observation: Timed | OutOfMemory) -> None:
+        """Record how much memory other processes hold on each device.
+
+        A value from a later round replaces an earlier one. Within a round, the highest value
+        counts.
+        """
+        probe = observation.probe
         race_turn = probe.turn if probe.stage in (Stage.RACE, Stage.KNOBS, Stage.CHECK) else -1
         # a race's last turn counts, as memory may be free again; an observation after a check is as
         # recent as that check
         turn = max(race_turn, probe.after)
-        shares_and_bytes = zip(probe.layout.shares, seen.short_bytes, strict=False)
+        shares_and_bytes = zip(probe.layout.shares, observation.short_bytes, strict=False)
         for position, (share, others_bytes) in enumerate(shares_and_bytes):
             if share or others_bytes:
                 # in exploration, the highest number counts, as those processes may use as much
@@ -90,13 +94,16 @@ class Observations:
                     self._others_bytes[position], (turn, others_bytes)
                 )
 
-    def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """Whether other processes hold at least as much memory as when the device ran out.
+    def is_still_full(self, position: int, failure: OutOfMemory) -> bool:
+        """Whether a device that ran out of memory is expected to run out of it again.
 
-        `seen` is the observation of running out of memory. True if the memory of other processes is
-        unknown.
+        This is so if other processes hold at least as much of its memory now as they did then, or
+        if that is unknown. `failure` is the observation of running out of memory.
         """
-        return not seen.short_bytes or seen.short_bytes[position] <= self._others_bytes[position][1]
+        return (
+            not failure.short_bytes
+            or failure.short_bytes[position] <= self._others_bytes[position][1]
+        )
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
@@ -118,18 +125,18 @@ class Observations:
         return sorted(settled, key=lambda one: order_probe(one.probe))
 
     def timed(self, *stages: Stage) -> list[Timed]:
-        """Return the observations with step times, of these stages or of all."""
+        """Return the observations with step times, from these stages or from all."""
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
     def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
-        """Return the observations with step times of one layout, of these stages or of all."""
+        """Return a layout's observations with step times, from these stages or from all."""
         wanted = stages or STAGES
         own = self._by_layout.get(layout, {}).values()
         timed = (one for one in own if isinstance(one, Timed))
         return [one for one in timed if one.probe.stage in wanted]
 
     def timed_race(self) -> list[Timed]:
-        """Return the timed steps of the final comparison.
+        """Return the observations with step times from the final comparison.
 
         Layouts with several jobs per device, or with placed layers, are left out.
         """
@@ -138,17 +145,16 @@ class Observations:
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
         """Return the measurements by which a layout is compared with others, by round.
 
-        They come from `stage`: by default the final comparison or, for a layout with tuning
-        options, the comparison of these options. For the first round, an earlier measurement counts
-        if no other device was busy then. Rounds before a repeated measurement are dropped if it is
-        slower than all of them.
+        They come from `stage`. Its default is the final comparison or, for a layout with tuning
+        options, the comparison of these options. An earlier measurement counts as the first round
+        if no other device was busy then. If the winner was measured again and was slower than in
+        all rounds before, these rounds are dropped.
         """
         if stage is None:
             stage = Stage.KNOBS if layout.knobs else Stage.RACE
         timed = self.timed_in(layout)
         found = {one.probe.turn: one for one in timed if one.probe.stage == stage}
         if stage == Stage.RACE and FIRST_TURN not in found:
-            # only if nothing else ran at the same time
             earlier = [one for one in timed if one.probe.stage in self._uncontended]
             if earlier:
                 found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
@@ -158,16 +164,16 @@ class Observations:
 
     @property
     def _uncontended(self) -> tuple[Stage, ...]:
-        """The stages in which the devices outside a layout are idle."""
+        """The stages in which devices that don't take part in a layout are idle."""
         stages: tuple[Stage, ...] = (Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.PACK)
         # a single device runs alone in the solo stage too
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return the repeated measurements of a winner if they are slower than all before.
+        """Return a winner's later measurements if they show that the machine has become slower.
 
-        The machine has then changed, and earlier measurements no longer count. Later rounds are
-        included. Empty otherwise.
+        They do if the winner was measured again and was slower than in all rounds before. Later
+        rounds of the final comparison are included. Empty otherwise.
         """
         checks = self._valid_checks(timed)
         if not checks:
@@ -185,13 +191,12 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return the repeated measurements of a winner, by round.
+        """Return the measurements that were made of a layout after it had won, by round.
 
-        One in which a device was throttled is left out if the device has recovered since.
+        Measurements in which a device was throttled are left out if the device has recovered since.
         """
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
-        # a device that was throttled in a check, but not in its last measurement
         recovered = [i for i in active if self.recovered(i)]
         valid = (one for one in checked if not any(one.held_back(i) for i in recovered))
         return {one.probe.turn: one for one in valid}
@@ -199,7 +204,7 @@ class Observations:
     def turns_after_choice(self, layout: Layout) -> Turns:
         """Return a layout's measurements since it was first measured again as the winner.
 
-        Empty if it never was.
+        Empty if it never was. They are numbered from 0.
         """
         seen = self.timed_in(layout, Stage.CHECK, Stage.RACE, Stage.KNOBS)
         checks = (one.probe.turn for one in seen if one.probe.stage == Stage.CHECK)
@@ -209,11 +214,11 @@ class Observations:
 
     @property
     def checked_turn(self) -> int:
-        """The round of the latest repeated measurement of a winner; -1 if there was none."""
+        """The round in which a winner was last measured again; -1 if that never happened."""
         return max((one.probe.turn for one in self.in_stage(Stage.CHECK)), default=-1)
 
     def first_failure(self, layout: Layout) -> Observation | None:
-        """Return how a layout first failed in the final comparison or later; None if it didn't."""
+        """Return the layout's first failure in the final comparison or later, or None."""
         own = (
             one
             for one in self.in_stage(Stage.RACE, Stage.KNOBS, Stage.CHECK)
@@ -222,19 +227,19 @@ class Observations:
         return next((one for one in own if not isinstance(one, Timed)), None)
 
     def sharded_failures(self) -> list[OutOfMemory]:
-        """Return the sharded layouts that ran out of memory in the final comparison or later.
+        """Return when sharded layouts ran out of memory in the final comparison or later.
 
-        Their elapsed seconds are set to 0, because that time doesn't belong to the search for
-        sharded layouts.
+        The elapsed seconds of these observations are set to 0, because that time doesn't belong to
+        the search for sharded layouts.
         """
         late = self.in_stage(Stage.RACE, Stage.KNOBS, Stage.CHECK)
         found = [one for one in late if isinstance(one, OutOfMemory) and one.probe.layout.state]
         return [msgspec.structs.replace(one, elapsed_seconds=0.0) for one in found]
 
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
-        """Return the measurements of layouts that should run again.
+        """Return those measurements whose layouts are expected to run again.
 
-        All their devices still work, and there should be enough free memory.
+        All of a layout's devices must still work, and their free memory must probably suffice.
         """
         full = []
         for seen in self._seen.values():
@@ -245,24 +250,23 @@ class Observations:
                 full.append(layout)
         return [one for one in timed if self._still_fits(one.probe.layout, full)]
 
-    def _still_fits(self, layout: Layout, full: Sequence[Layout]) -> bool:
-        """Whether a layout should run again, given the layouts `full` that ran out of memory."""
-        # `full` are the layouts that ran out of memory
+    def _still_fits(self, layout: Layout, out_of_memory: Sequence[Layout]) -> bool:
+        """Whether a layout is expected to run again, given the layouts that ran out of memory."""
         if self.gone.keys() & layout.active:
             return False
         same_place = (layout.kind, layout.active)
-        here = (one for one in full if (one.kind, one.active) == same_place)
+        here = (one for one in out_of_memory if (one.kind, one.active) == same_place)
         if any(is_no_larger(one, layout) for one in here):
             return False
         ran = self.timed_in(layout)
         return all(self.leaves_room(i, one) for one in ran for i in layout.active)
 
-    def leaves_room(self, position: int, seen: Timed) -> bool:
-        """Whether a step's peak memory on a device would fit beside that of other processes now."""
+    def leaves_room(self, position: int, timed: Timed) -> bool:
+        """Whether a step's peak memory on a device fits beside what other processes hold now."""
         _, others_bytes = self._others_bytes[position]
         if not others_bytes:
             return True
-        used = seen.memory_bytes[position]
+        used = timed.memory_bytes[position]
         limit = self.memory_limit(position)
         return used is None or limit is None or used <= limit
 
@@ -276,14 +280,14 @@ class Observations:
 
     # ------------------------------------------------------------------ failures and costs
 
-    def _is_worth_retry(self, seen: Observation) -> bool:
-        """Whether a failed probe should be run once more, because it may have failed by chance."""
-        if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
+    def _is_worth_retry(self, observation: Observation) -> bool:
+        """Whether a probe failed, perhaps by accident, and should be run once more."""
+        if not isinstance(observation, Failed) or len(self._failures[observation.probe]) >= TRIES:
             return False
-        if seen.cause == "unsupported":
+        if observation.cause == "unsupported":
             return False
         # an exception on a device alone would only be raised again
-        return seen.cause != "raised" or seen.probe.stage != Stage.SOLO
+        return observation.cause != "raised" or observation.probe.stage != Stage.SOLO
 
     def failures_to_retry(self) -> list[Probe]:
         """Return the failed probes to run again."""
@@ -291,10 +295,10 @@ class Observations:
         return sorted(found, key=order_probe)
 
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
-        """Return the seconds that probes took in these stages, or in all.
+        """Return the seconds that probes took in these stages, or in all stages.
 
         Of probes that ran at the same time, the longest counts. Rounds of the final comparison
-        after `until_turn` don't count.
+        after `until_turn` are left out.
         """
         wanted = stages or STAGES
         rounds: defaultdict[object, defaultdict[int, float]] = defaultdict(
@@ -313,22 +317,28 @@ class Observations:
     # ------------------------------------------------------------------ by device
 
     def explored(self, position: int) -> list[Observation]:
-        """Return the observations, before the final comparison, of probes that used a device."""
+        """Return the observations of probes that used a device before the final comparison."""
         return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
-        """Return the largest micro-batch that ran on the device alone; 0.5 if nothing ran."""
+        """Return the largest micro-batch that ran on the device alone.
+
+        0.5 if none ran, so that the result can be a divisor.
+        """
         layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """Whether the device wasn't throttled in its last measurement in the final comparison."""
+        """Whether the device wasn't throttled when it was last measured.
+
+        Only measurements from the final comparison and later count. False if there are none.
+        """
         turns = self.raced(position)
         return bool(turns) and not turns[-1].held_back(position)
 
     def raced(self, position: int) -> list[Timed]:
-        """Return a device's measurements in the final comparison and later, in order."""
+        """Return a device's measurements from the final comparison and later, in order."""
         own = (
             timed
             for timed in self.timed(Stage.RACE, Stage.CHECK)
@@ -337,10 +347,10 @@ class Observations:
         return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
-        """Return a device's steps together with other devices, from the final comparison.
+        """Return the measurements of layouts over several devices in which a device took part.
 
-        Layouts with shards or tuning options don't count. Empty until a winner has been measured
-        again.
+        They come from the final comparison and later, without layouts with shards or tuning
+        options. Empty until a winner has been measured again.
         """
         # the race mustn't change the candidates that it compares
         if not self.in_stage(Stage.CHECK):
@@ -355,17 +365,17 @@ def _is_plain_split(layout: Layout) -> bool:
     return layout.by_rows and not layout.knobs
 
 
-def rank_observation(seen: Observation) -> tuple[int, int, float]:
-    """Sort key for observations of the same probe, least informative first."""
-    if isinstance(seen, OutOfMemory):
-        return (2, 0, seen.elapsed_seconds)
-    if isinstance(seen, Timed):
-        return (1, seen.steps, -seen.step_seconds)
-    return (0, 0, seen.elapsed_seconds)
+def rank_observation(observation: Observation) -> tuple[int, int, float]:
+    """Sort key for observations of the same probe: the least informative comes first."""
+    if isinstance(observation, OutOfMemory):
+        return (2, 0, observation.elapsed_seconds)
+    if isinstance(observation, Timed):
+        return (1, observation.steps, -observation.step_seconds)
+    return (0, 0, observation.elapsed_seconds)
 
 
 def order_probe(probe: Probe) -> tuple[Any, ...]:
-    """Sort key that gives probes the same order, whenever they were observed."""
+    """Sort key that puts probes in an order which doesn't depend on when they were observed."""
     layout = probe.layout
     return (
         STAGES.index(probe.stage),
@@ -385,7 +395,7 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _undisturbed_turns(turns: Turns) -> Turns:
-    """Drop measurements with throttling or only a single step, unless there are no others."""
+    """Leave out measurements with throttling or with a single step, unless there are no others."""
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
     # the error of a single step is unknown
     return {turn: one for turn, one in steady.items() if not one.lone} or steady

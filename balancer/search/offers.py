@@ -1,6 +1,6 @@
 """Collect the layouts that take part in the final comparison.
 
-Each requested kind of layout ("family") proposes its best ones.
+Each requested layout family (kind of layout) proposes its best ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .texts import TextPolicy
 
 
 class Offers:
-    """The layouts that the families propose for the final comparison."""
+    """The layouts that the layout families propose for the final comparison."""
 
     def __init__(self, view: FamilyView, policy: RowPolicy | TextPolicy) -> None:
         self.view = view
@@ -43,7 +43,7 @@ class Offers:
 
     @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a layout that ran out of memory and the smaller one that replaces it."""
+        """Layouts that ran out of memory, each with the smaller one that replaces it."""
         pairs = [
             (candidate, self._replace_if_out_of_memory(candidate))
             for candidate in self._offered_candidates
@@ -53,7 +53,8 @@ class Offers:
     def list_failed(self) -> list[tuple[Candidate, Observation]]:
         """Return the layouts that failed in the comparison, each with its failure.
 
-        Several jobs on one device count as failed if no number of jobs ran.
+        Layouts with several jobs on one device are included only if they failed for every number of
+        jobs.
         """
         found = []
         for candidate in self.candidates:
@@ -68,10 +69,10 @@ class Offers:
 
     @cached_property
     def _offered_candidates(self) -> tuple[Candidate, ...]:
-        """The proposals of all families, including layouts that have since run out of memory."""
+        """The proposals of all layout families, including layouts that later ran out of memory."""
         found = [one for family in self.options.wanted for one in self._candidates_of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
-        # extra candidates for an objective that may trade speed for energy
+        # further candidates for an objective that may trade speed for energy
         if trades_speed and isinstance(self._policy, RowPolicy):
             efficient = self._policy.efficient()
             found += [Candidate(family_of(layout), layout, extra=True) for layout in efficient]
@@ -81,7 +82,7 @@ class Offers:
         )
 
     def _candidates_of(self, family: Family) -> Iterator[Candidate]:
-        """Yield the proposals of one family."""
+        """Yield the proposals of one layout family."""
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares
@@ -90,9 +91,9 @@ class Offers:
             yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _replace_if_out_of_memory(self, candidate: Candidate) -> Candidate:
-        """Return the candidate, or a smaller version of it if it ran out of memory.
+        """Return the candidate, or a smaller one if it ran out of memory.
 
-        A requested global batch is kept and computed in smaller passes. A free one is reduced.
+        A requested global batch is kept, and computed in smaller passes. A free batch is reduced.
         """
         fixed = self._problem.global_batch is not None
         if fixed and not (self._problem.micro and candidate.synchronous):
@@ -103,10 +104,8 @@ class Offers:
             if not isinstance(failure, OutOfMemory):
                 break
             if fixed:
-                # smaller passes
                 smaller = divide(layout, failure.devices)
             else:
-                # a smaller batch
                 smaller = shrink(layout, self._problem.multiple_of)
             if smaller is None:
                 break
@@ -115,7 +114,7 @@ class Offers:
 
 
 def _without_duplicates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Drop layouts that are too similar to an earlier one to measure a difference."""
+    """Leave out layouts that a measurement couldn't distinguish from an earlier one."""
     kept: list[Candidate] = []
     splits: list[Layout] = []
     for candidate in candidates:

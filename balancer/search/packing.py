@@ -1,14 +1,14 @@
-"""Searches the best number of training jobs to run side by side on one device ("pack").
+"""Search for the best number of training jobs to run side by side on one device (a pack).
 
 The number N grows as 1, 2, 3, 5, 8, 13, ... while the jobs' total samples/s rise. Growth ends once
 two larger numbers have failed to beat the best one, or one has failed to run. Then the numbers
-halfway between the best and its neighbours are tried. More jobs need more memory, and each of them
-takes longer. Therefore the smallest N within `ENOUGH` (5 %) of the best is chosen, or within the
-tolerance if that is larger.
+halfway between the best and its neighbors are tried. More jobs need more memory, and each of them
+takes longer. Therefore the smallest N is chosen that is within `ENOUGH` (5 %) of the fastest, or
+within the tolerance if that is larger.
 
 A requested batch isn't changed. A free batch is the largest that fits N times according to the
-device's memory points, and at most the batch of the solo layout. A little memory is left as
-headroom for contexts and allocators.
+measured memory, and at most the batch of the layout with one job. Some memory is left as headroom
+for contexts and allocators.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Rates = Mapping[int, float]  # trainings -> combined samples/s; 0: did not run
 
 
 class Packing:
-    """The search for the best number of jobs side by side on one device."""
+    """The search for the best number of training jobs side by side on one device."""
 
     def __init__(self, policy: RowPolicy, single: Layout, mode: PackMode) -> None:
         self._policy = policy
@@ -49,17 +49,18 @@ class Packing:
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
-        """Return the layout with the next number of jobs to measure; None when done."""
+        """Return the layout with the next number of jobs to measure; None if there is none."""
         size = next_size(self._rates, self._most_trainings)
         if size is None or size < 2:
             return None
         return pack_on(self._single, size, self._mode, self._batch_for(size))
 
     def best_layout(self) -> Layout | None:
-        """Return the best measured number of jobs, as a layout.
+        """Return the layout with the best measured number of jobs.
 
-        More jobs are preferred only if they are at least 5 % faster in total. If none ran, it is
-        the next layout to measure, or None.
+        A larger number is best only if its total samples/s are higher by at least 5 %, or by the
+        tolerance if that is larger. If no number has run yet, this is the next layout to measure,
+        or None.
         """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))
@@ -69,12 +70,12 @@ class Packing:
 
     @property
     def still_gains(self) -> bool:
-        """Whether the largest number of jobs so far is the fastest; even more may be faster."""
+        """Whether the largest number of jobs so far is the fastest; more may be even faster."""
         return len(self._rates) > 1 and best_size(self._rates) == max(self._rates)
 
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
-        """All observations of several jobs on this device, fewest jobs first."""
+        """All observations of several jobs on this device, in increasing number of jobs."""
         found = []
         for one in self._policy.seen.in_stage(Stage.PACK):
             layout = one.probe.layout
@@ -95,7 +96,7 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """Total samples/s of all jobs, by number of jobs; 0 if that number didn't run."""
+        """Total samples/s of all jobs, by number of jobs; 0 for a number that failed."""
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
@@ -104,30 +105,31 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """Whether jobs that ran out of memory should be tried again with a smaller batch."""
+        """Whether jobs that ran out of memory should be tried again with a smaller batch.
+
+        `tries` are all observations of that number of jobs (`size`).
+        """
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
 
     def _rate_of(self, layout: Layout) -> float:
-        """Return the total samples/s of a layout over all its measurements."""
-        # its first measurement alone may have been too high
+        """Return the total samples/s of a layout's jobs, as a mean over all its measurements."""
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
-        """Return the batch of each job if `size` jobs run; 0 if they don't fit in memory."""
+        """Return the batch of each of `size` jobs; 0 if they don't fit in memory."""
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
             return batch
         quantum = self._problem.multiple_of
         tries = self._by_size.get(size, [])
-        # a free batch is at most that of the solo layout
         smaller = (int(seen.probe.layout.global_batch * RETREAT) for seen in tries)
         return max(0, min(batch, self._largest_batch_for(size), *smaller)) // quantum * quantum
 
     @cached_property
     def _most_trainings(self) -> int:
-        """The largest number of jobs that fit in the device's memory."""
+        """The largest number of jobs that fit in the device's memory together."""
         least = self._problem.global_batch or self._problem.multiple_of
         for size in range(MOST_PROCESSES, 1, -1):
             if self._largest_batch_for(size) >= least:
@@ -135,7 +137,7 @@ class Packing:
         return 1
 
     def _largest_batch_for(self, size: int) -> int:
-        """Return the largest batch per job with which `size` jobs fit in memory."""
+        """Return the largest batch of each job with which `size` jobs fit in memory."""
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory_per_training.points:
             return UNBOUNDED
@@ -145,7 +147,7 @@ class Packing:
 
     @cached_property
     def _memory_per_training(self) -> Memory:
-        """Memory use of one job by batch, as measured alone or beside other jobs."""
+        """Memory use of one job by batch, measured alone or beside other jobs."""
         memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:
@@ -155,27 +157,26 @@ class Packing:
             if used:
                 layout = seen.probe.layout
                 each = used // layout.processes
-                # the most that one training used for this batch, alone or in a pack
                 held[layout.global_batch] = max(each, held.get(layout.global_batch, 0))
         return msgspec.structs.replace(memory, points=tuple(sorted(held.items())))
 
 
-def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
+def next_size(tried: Rates, largest: int = MOST_PROCESSES) -> int | None:
     """Return the next number of jobs to try; None if enough were tried.
 
-    While the total samples/s rise, each number is the sum of the last two (1, 2, 3, 5, 8, ...).
-    Then the numbers halfway between the best and its neighbours follow.
+    While the total samples/s rise, each number is the sum of the two before it (1, 2, 3, 5, 8,
+    ...). After that, the numbers halfway between the best and its neighbors follow.
 
     - `tried`: total samples/s by number of jobs.
-    - `most`: the largest number allowed.
+    - `largest`: the largest number of jobs allowed.
     """
     best = best_size(tried)
     sizes = sorted(tried)
     if best is None:
         return None if tried else 1
     slower = sum(size > best for size in sizes)
-    if slower < SIZES_WITHOUT_GAIN and sizes[-1] < most and tried[sizes[-1]]:
-        return min(max(2, sum(sizes[-2:])), most)
+    if slower < SIZES_WITHOUT_GAIN and sizes[-1] < largest and tried[sizes[-1]]:
+        return min(max(2, sum(sizes[-2:])), largest)
     if len(sizes) >= MOST_SIZES:
         return None
     place = sizes.index(best)
@@ -185,6 +186,9 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
 
 
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
-    """Return the smallest number of jobs within `tolerance` of the fastest; None if none ran."""
+    """Return the smallest number of jobs that is nearly as fast as the fastest; None if none ran.
+
+    Its total samples/s are within `tolerance`, a fraction, of the highest.
+    """
     least = max(tried.values(), default=0.0) * (1 - tolerance)
     return min((size for size, rate in tried.items() if rate and rate >= least), default=None)

@@ -1,4 +1,4 @@
-"""Predict which division of rows among devices is fastest."""
+"""Predict which division of rows among devices is the fastest."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 
 
 class Predictions:
-    """The fastest ways to divide rows among devices, according to the model of the machine.
+    """Predicts the fastest divisions of rows among devices, by the model of the machine.
 
-    An `Allocation` holds the rows of each device and the predicted step time.
+    A division is an `Allocation`: the rows of each device, and the predicted step time.
     """
 
     def __init__(self, machine: MachineModel) -> None:
         self.machine = machine
         self.problem = machine.problem
 
-    def layout(self, wanted: Allocation) -> Layout:
+    def layout(self, allocation: Allocation) -> Layout:
         """Turn an allocation into a layout, with gradient accumulation where memory requires it."""
-        shares = dict(wanted.shares)
+        shares = dict(allocation.shares)
         return self.machine.lay_out(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
 
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
-        """Return the fastest allocation to some or one of these devices; None if none fits."""
+        """Return the fastest allocation to one or more of these devices; None if none fits."""
         return fastest([self._fastest_split_over(devices), *map(self._best_alone, devices)])
 
     def _best_alone(self, device: DeviceCurve) -> Allocation | None:
-        """Return the fastest batch of one device, or None if the requested batch doesn't fit."""
+        """Return the fastest batch of a single device; None if the requested batch doesn't fit."""
         batch = self.problem.global_batch
         if batch is None:
             return waterfill.single_best(
@@ -48,16 +48,14 @@ class Predictions:
 
     @cached_property
     def fastest_split(self) -> Allocation | None:
-        """The fastest predicted allocation to several devices, or None.
+        """The allocation to several devices that is predicted to be the fastest, or None.
 
-        It uses gradient accumulation only if memory limits a device and the gain is worth a
-        measurement.
+        It uses gradient accumulation only if memory limits the rows of a device, and if the gain is
+        worth a measurement.
         """
         at_once = self._fastest_split_over(self._trusted_devices)
         if at_once is None and self.problem.global_batch:
             at_once = self._fastest_split_over(self.machine.split_curves)
-        # several passes are only used if memory limits a share, and if they gain enough to be worth
-        # a measurement
         if not self._is_limited_by_memory(at_once):
             return at_once
         devices = [
@@ -70,9 +68,9 @@ class Predictions:
         gains = in_passes.samples_per_second > (1 + LEAST_GAIN) * at_once.samples_per_second
         return in_passes if gains else at_once
 
-    def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """Whether a device would get more rows in this allocation if more fit in its memory."""
-        seconds = found.seconds if found else math.inf
+    def _is_limited_by_memory(self, allocation: Allocation | None) -> bool:
+        """Whether a device would get more rows in this allocation if it had more memory."""
+        seconds = allocation.seconds if allocation else math.inf
         for device in self._trusted_devices:
             most = device.curve.largest(seconds, device.limit, self.machine.quantum)
             if self.machine.devices[device.position].pass_rows and most >= device.limit:
@@ -80,16 +78,16 @@ class Predictions:
         return False
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
-        """Return the fastest allocation to some or all of these devices, or None."""
+        """Return the fastest allocation to several of these devices, or None."""
         return self._fastest_split_over(
             [device for device in self.machine.split_curves if device.position in positions]
         )
 
     def split_within(self, seconds: float) -> Allocation | None:
-        """Return the fastest allocation to several devices with limited compute time, or None.
+        """Return the fastest allocation to several devices in which none computes too long.
 
-        No device computes longer than `seconds`; the gradient exchange isn't counted. None if no
-        allocation is that fast, or if a global batch is requested.
+        `seconds` is the longest compute time allowed, without gradient exchange. None if no
+        allocation is that fast, or if a global batch was requested.
         """
         if self.problem.global_batch is not None:
             return None
@@ -101,7 +99,7 @@ class Predictions:
         return self._fastest_split_over(found)
 
     def rate_of(self, batch: int) -> float:
-        """Return the highest predicted samples/s for a global batch; 0 if it fits nowhere."""
+        """Return the highest predicted samples/s for a global batch; 0 if it doesn't fit."""
         split = self._fastest_split_over(self._trusted_devices, batch)
         rates = [split.samples_per_second if split else 0.0]
         for position in self.machine.live:
@@ -111,14 +109,13 @@ class Predictions:
         return max(rates)
 
     def _fastest_split_over(
-        self, devices: Sequence[DeviceCurve], of: int | None = None
+        self, devices: Sequence[DeviceCurve], global_batch: int | None = None
     ) -> Allocation | None:
         """Return the fastest allocation to several of these devices, or None.
 
-        `of` is a global batch to use instead of the requested one.
+        `global_batch` replaces the requested global batch.
         """
-        # `of`: a global batch instead of the requested one
-        batch = of or self.problem.global_batch
+        batch = global_batch or self.problem.global_batch
         limit = self.problem.max_global_batch
         quantum = self.machine.quantum
 
@@ -131,7 +128,7 @@ class Predictions:
 
     @cached_property
     def _trusted_devices(self) -> tuple[DeviceCurve, ...]:
-        """Each device's compute time by rows, up to the most rows for which it is reliable."""
+        """Compute time by rows of each device, up to the most rows for which it is reliable."""
         found = []
         for curve in self.machine.split_curves:
             limit = self.machine.devices[curve.position].trusted_rows(curve.curve, curve.limit)
@@ -142,15 +139,14 @@ class Predictions:
 
     @cached_property
     def fastest_single(self) -> Allocation | None:
-        """The fastest allocation to a single device, or None."""
+        """The fastest allocation of a whole batch to a single device, or None."""
         return fastest(map(self.single, self.machine.live))
 
     @cached_property
     def best_single_rate(self) -> float:
-        """The highest samples/s of a single device.
+        """The highest samples/s of a single device while the other devices are idle.
 
-        They are measured while the other devices were idle or, without such a measurement,
-        predicted.
+        They are predicted for devices that weren't measured so.
         """
         found = [
             self.machine.others_idle.get(i) or self.single(i)
@@ -161,7 +157,7 @@ class Predictions:
     def single(self, position: int) -> Allocation | None:
         """Return the fastest batch for this device alone, or None if it can't train alone.
 
-        It can't if no batch fits, if it never ran alone, or if every layout must use all devices.
+        It can't if no batch fits, if it never ran alone, or if the workload needs all devices.
         """
         device = self.machine.devices[position]
         if device.solo_curve is None or not device.largest_in_one_pass or self.problem.all_together:
@@ -172,11 +168,11 @@ class Predictions:
         reach = device.trusted_rows(device.solo_curve, device.largest_in_one_pass)
         return self._best_alone(DeviceCurve(position, device.solo_curve, reach))
 
-    def within(self, part: float) -> Allocation | None:
+    def within(self, fraction: float) -> Allocation | None:
         """Return the allocation with the smallest batch that is predicted to be fast enough.
 
-        Fast enough is at most `part` * tolerance slower than the fastest. None if a global batch is
-        requested or the tolerance is 0.
+        That is a batch at most `fraction` times the tolerance slower than the fastest. None if a
+        global batch was requested or the tolerance is 0.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:
@@ -184,7 +180,7 @@ class Predictions:
         tops = [one.samples_per_second for one in (self.fastest_split, self.fastest_single) if one]
         if not tops:
             return None
-        rate = max(tops) * (1 - part * problem.tolerance)
+        rate = max(tops) * (1 - fraction * problem.tolerance)
         found = [self._smallest_split_reaching(rate)]
         if not problem.all_together:
             found += self._smallest_singles_reaching(rate)
@@ -192,10 +188,12 @@ class Predictions:
         return min(reaching, key=lambda one: (one.global_batch, one.seconds), default=None)
 
     def _smallest_split_reaching(self, rate: float) -> Allocation | None:
-        """Return the smallest batch over several devices that reaches `rate` samples/s, or None."""
+        """Return the smallest batch over several devices with at least `rate` samples/s.
+
+        None if no batch reaches it. Only hosts of the fastest split are used.
+        """
         shares = self.fastest_split.shares if self.fastest_split else ()
         hosts = {self.machine.hosts[i] for i, _ in shares}
-        # only hosts of the fastest split
         near = [
             device
             for device in self._trusted_devices
@@ -208,9 +206,9 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return, for each device alone, its smallest batch with at least `rate` samples/s.
+        """Return the smallest batch of each device alone with at least `rate` samples/s.
 
-        None for a device that doesn't reach it.
+        None for a device that can't reach it.
         """
         found = []
         for curve in self.machine.split_curves:
@@ -230,14 +228,14 @@ def split_over_hosts(
 ) -> Allocation | None:
     """Return the fastest allocation, which may leave out whole hosts.
 
-    Leaving some out can be faster, because exchange between hosts is slow.
+    Using fewer hosts can be faster, because exchange between hosts is slow. `solve` is called for
+    each single host, then for all hosts. After that, the host with the fewest rows is left out
+    repeatedly, and `solve` is called for the others.
 
     - `hosts`: the host of each device, by position.
-    - `costs`: exchange seconds by number of hosts and of devices.
+    - `costs`: exchange seconds, by number of hosts and number of devices.
     - `solve`: finds the fastest allocation for given devices and costs.
     """
-    # `solve` is called for each single host, then for all hosts; after that, the host with the
-    # fewest rows is left out, again and again, and `solve` is called for the others
 
     def solve_over(hosts_left: Sequence[int]) -> Allocation | None:
         devices_there = [device for device in devices if hosts[device.position] in hosts_left]

@@ -1,13 +1,15 @@
-"""The last stage of a search: measures the best layouts in turns (A B C A B C) until one wins.
+"""The last stage of a search: measure the best layouts in turns (A B C A B C) until one wins.
 
-It ends when more turns aren't worth their time. In the first turn (0), every layout is measured
-once. Layouts with high expected samples/s and a short probe come first. If a step over several
-devices, or a device with the others idle, was measured in an earlier stage, that measurement counts
-as the layout's turn 0. Then larger numbers of jobs per device are tried while they gain.
+A turn, or round, is one measurement of each layout that may still win. In the first one (turn 0),
+every layout is measured once. Layouts with high expected samples/s and a short probe come first. If
+a step over several devices, or a device with the others idle, was measured in an earlier stage,
+that measurement counts as the layout's turn 0. Then larger numbers of jobs per device are tried
+while they gain.
 
-Later turns decide which layout is fastest. The winner is measured with each requested knob (a tuned
-option such as XLA or mixed precision). Finally, another measurement checks the winner's samples/s,
-because the highest of several noisy values is biased upwards.
+Later turns decide which layout is the fastest. They end when another one isn't worth its time. The
+winner is measured with each requested knob (a tuning option such as XLA or mixed precision).
+Finally, another measurement checks the winner's samples/s, because the highest of several noisy
+values is biased upwards.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ FEW_STEPS = 24
 class Race:
     """The final comparison: the best layouts are measured in alternation until one wins.
 
-    In a round (turn), each remaining layout is measured once.
+    In a round (turn), each layout that may still win is measured once.
     """
 
     def __init__(self, offers: Offers, machine: MachineModel, budget: Budget) -> None:
@@ -49,8 +51,9 @@ class Race:
     def next_probes(self) -> tuple[Probe, ...]:
         """Return the next probe; empty if the comparison is decided or time is up.
 
-        Each candidate is measured once, and packs with more and more processes. Then come more
-        rounds of the candidates that may still win, and last the winner's knobs.
+        At first, each layout is measured once, and larger numbers of jobs per device are tried.
+        Then come more rounds of the layouts that may still win, and finally the winner with tuning
+        options.
         """
         # packs on logical devices have as many trainings as the best pack of plain processes
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
@@ -64,7 +67,7 @@ class Race:
 
     @cached_property
     def running(self) -> tuple[Candidate, ...]:
-        """The layouts that haven't failed in the comparison."""
+        """The layouts of the comparison that haven't failed in it."""
         candidates = self.offers.candidates
         here = (
             candidate
@@ -74,7 +77,7 @@ class Race:
         return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return another probe of the winner or its closest rival, to use up the budget.
+        """Return another probe of the winner or of its closest rival, to use up the budget.
 
         Empty without a budget.
         """
@@ -83,31 +86,35 @@ class Race:
         others = [knob.candidate for knob in self._without_knobs if knob.candidate.layout != chosen]
         best = [Candidate(family_of(chosen), chosen), *others[: not chosen.knobs]]
         whole = [one for one in best if self._seen.first_failure(one.layout) is None]
-        return self._next_turn(whole, Stage.KNOBS if chosen.knobs else Stage.RACE, settled=True)
+        return self._next_turn(whole, Stage.KNOBS if chosen.knobs else Stage.RACE, include_all=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
-        """Return a probe that measures the winner again, to get an unbiased speed.
+        """Return a probe that measures the winner again, to get samples/s without bias.
 
-        The speed for which a layout was chosen is probably too high. Further probes follow if that
-        one was throttled or too noisy. Empty if no more are needed, or if one failed.
+        The samples/s for which it was chosen are the highest of several noisy values. More than one
+        such probe is made if a device was throttled, or if the samples/s are still uncertain. Empty
+        if no more are needed, or if one failed.
         """
         layout = best.layout
         checks = [seen for seen in self._seen.in_stage(Stage.CHECK) if seen.probe.layout == layout]
         if any(isinstance(seen, Failed) for seen in checks):
             return ()  # another one would only fail too
         held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
-        rough = self._may_get_surer(best, len(checks))
+        rough = self._needs_more_checks(best, len(checks))
         compared = any(seen.probe.layout != layout for seen in self._seen.timed())
         if not rough and not held and (checks or not compared):
             return ()
         turns = (*self._seen.turns(layout), *(seen.probe.turn for seen in checks))
         return self._budget.probes(layout, Stage.CHECK, max(turns, default=FIRST_TURN) + 1)
 
-    def _may_get_surer(self, best: Result, checks: int) -> bool:
-        """Whether the winner's speed is known roughly, and more than `checks` checks may help."""
+    def _needs_more_checks(self, best: Result, check_count: int) -> bool:
+        """Whether the winner's samples/s are uncertain, and further checks may help.
+
+        `check_count` is the number of checks that were made.
+        """
         # turns in which a device was throttled don't count, so the checks are limited too
         width = relative_half_width(best.throughput)
-        if width <= ROUGH or checks >= MOST_TURNS:
+        if width <= ROUGH or check_count >= MOST_TURNS:
             return False
         if width <= ROUGH * math.sqrt(MOST_TURNS / best.turns):
             return True
@@ -119,14 +126,14 @@ class Race:
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
-        """Each layout's measurements, by round."""
+        """The measurements of each layout, by round."""
         return {one.layout: self._seen.turns(one.layout) for one in self.running}
 
     @cached_property
     def ranking(self) -> tuple[RankedLayout, ...]:
         """The measured layouts, best first.
 
-        If tuning options were compared, the winner appears with each of them.
+        If tuning options were compared, the winner appears once for each of them.
         """
         rivals = self._knob_rivals
         turns = {rival.layout: self._seen.turns(rival.layout, Stage.KNOBS) for rival in rivals}
@@ -143,22 +150,28 @@ class Race:
 
     @property
     def unmeasured(self) -> tuple[Candidate, ...]:
-        """The layouts that have no measurement yet, without optional ones."""
+        """The layouts that have no measurement yet, without optional candidates."""
         return tuple(one for one in self._unmeasured if not one.extra)
 
     @cached_property
     def waiting(self) -> tuple[list[Candidate], bool]:
-        """The layouts that need another measurement, and whether the fastest ones are tied."""
+        """The layouts that need another measurement, and whether the fastest ones are tied.
+
+        A tie means that the remaining rounds can't show which one is faster.
+        """
         rivals, tied = self._find_undecided(self.running, Stage.RACE)
         return [*self._unmeasured, *rivals], tied
 
     # ------------------------------------------------------------------ first turn
 
-    def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return the first probe of the most promising layout that wasn't measured yet."""
-        if not wanted:
+    def _first_turn(self, candidates: Sequence[Candidate]) -> tuple[Probe, ...]:
+        """Return a first probe of the most promising of these candidates.
+
+        Empty if there are none, or if there is no time.
+        """
+        if not candidates:
             return ()
-        layout = min(wanted, key=self._first_turn_key).layout
+        layout = min(candidates, key=self._first_turn_key).layout
         knobs = self._knobs_seconds
         if not self._budget.affords(layout, Stage.RACE, reserved=knobs):
             return ()
@@ -173,14 +186,16 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _first_turn_key(self, candidate: Candidate) -> tuple[bool, float]:
-        """Sort key for the first round: fast layouts with short probes come first."""
+        """Sort key for the first round: fast layouts with short probes come first.
+
+        The budget may run out before all are measured.
+        """
         comparable = [candidate]
         if not candidate.synchronous:
             # a pack or placement is expected to be as fast as the fastest other candidate
             comparable = [other for other in self.offers.candidates if other.synchronous]
         rates = [self._machine.predicted_rate(each.layout) for each in comparable]
         seconds = self._budget.least_seconds(candidate.layout)
-        # fast layouts with short probes come before the budget runs out
         return candidate.extra and self.options.needs_more_children, seconds / max(
             [LEAST_RATE, *rates]
         )
@@ -188,14 +203,16 @@ class Race:
     # ------------------------------------------------------------------ packs
 
     def _grow_packs(self) -> tuple[Probe, ...]:
-        """Return a probe with the next larger number of jobs on one device, if it may gain."""
+        """Return a probe with the next larger number of jobs on one device, if that may gain.
+
+        Afterwards, there must still be time for a round of all layouts.
+        """
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         # the smallest first
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
         for layout in wanted:
             reserved = self.turn_seconds
             probes = self._budget.probes(layout, Stage.PACK, FIRST_TURN, ENOUGH_TURNS, reserved)
-            # afterwards, one turn of every candidate must still be possible
             if probes:
                 return probes
         return ()
@@ -203,11 +220,12 @@ class Race:
     # ------------------------------------------------------------------ later turns
 
     def _next_turn(
-        self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
+        self, rivals: Sequence[Candidate], stage: Stage, include_all: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the probe of the next layout in the current round, or else in the next one.
+        """Return the next probe of the current round, or the first one of the next round.
 
-        `settled` means that all layouts take part because the winner is already known.
+        With `include_all`, all layouts take part, because the winner is known already. Otherwise,
+        only those that may still win do.
         """
         taken = {rival.layout: set(self._seen.turns(rival.layout, stage)) for rival in rivals}
         # further turns replace those in which a device was throttled
@@ -215,12 +233,11 @@ class Race:
             turns.update(seen.probe.turn for seen in self._seen.timed_in(layout, stage))
         now = max((turn for turns in taken.values() for turn in turns), default=FIRST_TURN)
         for turn in (now, now + 1):
-            # `settled`: the winner is known, so all rivals take part
-            running = rivals if settled else self._rivals_in_turn(rivals, stage, turn)
+            running = rivals if include_all else self._rivals_in_turn(rivals, stage, turn)
             due = [one.layout for one in running if turn not in taken[one.layout]]
             if due:
                 left = len(due) + max(0, ENOUGH_TURNS - 1 - turn) * len(rivals)
-                reserved = 0.0 if settled else self._reserved_seconds(due[0], stage)
+                reserved = 0.0 if include_all else self._reserved_seconds(due[0], stage)
                 return self._budget.probes(due[0], stage, turn, left, reserved)
         return ()
 
@@ -233,7 +250,7 @@ class Race:
     def _rivals_in_turn(
         self, rivals: Sequence[Candidate], stage: Stage, turn: int
     ) -> list[Candidate]:
-        """Return the layouts to measure in a round: those that may still win."""
+        """Return the layouts that are to be measured in a round, because they may still win."""
         # the first turn of the race is in `_first_turn`
         if turn == FIRST_TURN and stage == Stage.KNOBS:
             return list(rivals)
@@ -243,16 +260,16 @@ class Race:
         return found
 
     def _find_undecided(
-        self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
+        self, rivals: Sequence[Candidate], stage: Stage, before_turn: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the layouts that need another measurement, and whether others tie.
+        """Return the layouts that need another measurement, and whether others are tied.
 
-        Only measurements from rounds before `before` are used.
+        Only measurements from rounds before `before_turn` count.
         """
         turns = {}
         for one in rivals:
             taken = self._seen.turns(one.layout, stage)
-            turns[one.layout] = {turn: seen for turn, seen in taken.items() if turn < before}
+            turns[one.layout] = {turn: seen for turn, seen in taken.items() if turn < before_turn}
         ran = [rival for rival in rivals if turns[rival.layout]]
         held = [one for one in ran if _was_held_back_in_only_turn(turns[one.layout])]
         # nothing can be decided before these rivals have another turn
@@ -266,7 +283,7 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner without and with each tuning option; empty if none was requested."""
+        """The winner without tuning options and with each of them; empty if none was requested."""
         if not self._without_knobs or not self.options.knobs:
             return []
         winner = self._without_knobs[0].candidate
@@ -278,16 +295,16 @@ class Race:
 
     @property
     def turn_seconds(self) -> float:
-        """Seconds to measure each layout and each tuning option once."""
+        """Seconds that it takes to measure each layout and each tuning option once."""
         candidates = sum(self._budget.least_seconds(one.layout) for one in self.running)
         return candidates + self._knobs_seconds
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """Seconds to measure the winner with each tuning option once."""
+        """Seconds that it takes to measure the winner with each tuning option once."""
         return sum(self._budget.least_seconds(rival.layout) for rival in self._knob_rivals)
 
 
 def _was_held_back_in_only_turn(turns: Turns) -> bool:
-    """Whether a layout has a single measurement, in which a device was throttled."""
+    """Whether a layout has only one measurement, in which a device was throttled."""
     return len(turns) == 1 and all(seen.held_back() for seen in turns.values())

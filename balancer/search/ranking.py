@@ -1,10 +1,10 @@
-"""Ranks layouts that were measured in turns A B C A B C.
+"""Rank layouts that were measured in turns A B C A B C.
 
-Layouts are compared within each turn. Drift between turns, such as from heat or other processes,
-affects all layouts of a turn. So the difference between two layouts is more certain than the
-samples/s of either.
+A turn, or round, is one measurement of each layout. Layouts are compared within each turn, because
+drift between turns, such as from heat or other processes, affects all layouts of a turn. So the
+difference between two layouts is more certain than the samples/s of either.
 
-Two layouts deserve another turn as long as choosing the one that seems slower may still gain more
+Two layouts are measured again as long as choosing the one that seems slower may still gain more
 than `LEAST_GAIN`. The expected gain is E[max(0, d)], with d normally distributed around the
 measured difference (Jones and others, "Efficient global optimization", 1998).
 """
@@ -63,10 +63,11 @@ class Difference(msgspec.Struct, frozen=True):
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """Return E[max(0, d)]: how much choosing the first layout is expected to gain.
+        """Return E[max(0, d)], the expected gain from choosing the first layout.
 
-        d is the true difference, as a fraction; where the first layout is slower, nothing is
-        gained. `more_turns` assumes further measurements that reduce the uncertainty.
+        d is the true relative difference. If it is negative, the first layout is slower and nothing
+        is gained. `more_turns` assumes that many further measurements, which reduce the
+        uncertainty.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error
@@ -74,9 +75,9 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class RankedLayout(msgspec.Struct, frozen=True):
-    """A layout's place in the final comparison.
+    """A layout of the final comparison, with its result and its difference from the winner.
 
-    `against` is its samples/s relative to the winner's, minus 1; None for the winner itself.
+    `against` is its samples/s divided by the winner's, minus 1; None for the winner itself.
     """
 
     candidate: Candidate
@@ -94,7 +95,7 @@ class RankedLayout(msgspec.Struct, frozen=True):
     def unclear(self) -> bool:
         """Whether it ties with the winner although their samples/s differ by more than 3 %.
 
-        The measurements are then too noisy to say which one is faster.
+        The measurements are then too noisy to show which of the two is faster.
         """
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 
@@ -121,79 +122,83 @@ def rank(
     return tuple(_rank_layout(one, winner, turns) for one in ran)
 
 
-def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
+def choose_winner(
+    measured: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
+) -> Candidate:
     """Return the layout to use for training.
 
-    - For an objective such as energy, the layout with the best value that isn't too slow.
-    - If the global batch is free, the layout with the smallest batch within the tolerance of
+    - For an objective such as energy, it is the layout with the best value that isn't too slow.
+    - If the global batch is free, it is the layout with the smallest batch within the tolerance of
       the fastest.
-    - Otherwise, the simplest layout that is practically as fast as the fastest.
+    - Otherwise, it is the simplest layout that is practically as fast as the fastest.
     """
-    rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
+    rates = {one.layout: throughput(turns[one.layout]).value for one in measured}
 
     def rate(candidate: Candidate) -> float:
         return rates[candidate.layout]
 
-    leader = max(ran, key=rate)
+    leader = max(measured, key=rate)
     lead = turns[leader.layout]
-    gaps = {one.layout: compare_turns(turns[one.layout], lead).interval().value for one in ran}
+    gaps = {one.layout: compare_turns(turns[one.layout], lead).interval().value for one in measured}
 
     def gap(candidate: Candidate) -> float:
         return gaps[candidate.layout]
 
     objective = find_objective(problem.objective)
     if objective.trades_speed:
-        quick = [one for one in ran if gap(one) >= -problem.max_slowdown]
+        quick = [one for one in measured if gap(one) >= -problem.max_slowdown]
 
         def worth(candidate: Candidate) -> float:
             return objective.value(rate(candidate), turns[candidate.layout].values())
 
         return max([leader, *quick], key=worth)
     if leader.synchronous and problem.global_batch is None and problem.tolerance:
-        within = _list_tolerable(ran, turns, lead, problem.tolerance)
+        within = _list_tolerable(measured, turns, lead, problem.tolerance)
         return min([leader, *within], key=lambda one: (one.layout.global_batch, -gap(one)))
     margin = min(TIE, problem.tolerance)
-    close = [one for one in ran if one is leader or abs(gap(one)) < margin]
+    close = [one for one in measured if one is leader or abs(gap(one)) < margin]
     return min(close, key=lambda one: (one.simplicity, -rate(one)))
 
 
 def _list_tolerable(
-    ran: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
+    measured: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
 ) -> list[Candidate]:
-    """Return the layouts whose samples/s are within the tolerance of the fastest.
+    """Return the layouts that are slower than the fastest by at most the tolerance.
 
     Only synchronous layouts are considered, because the batches of others can't be compared.
+    `leader` has the measurements of the fastest layout.
     """
-    # other layouts have global batches that can't be compared with the leader's
-    synchronous = [candidate for candidate in ran if candidate.synchronous]
+    synchronous = [candidate for candidate in measured if candidate.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
 
 
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
     """Whether a layout is slower than the fastest by at most `tolerance`, a fraction.
 
-    Half a percent more is allowed if the difference is that uncertain.
+    If the difference is uncertain, up to half a percent more is allowed. `one` and `leader` have
+    the measurements of the two layouts.
     """
-    # the true difference may be smaller than the measured one
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
 
 
 def undecided(
-    ran: Sequence[Candidate], turns: TurnsByLayout, turns_left: float, most_turns: int
+    measured: Sequence[Candidate], turns: TurnsByLayout, turns_left: float, most_turns: int
 ) -> tuple[list[Candidate], bool]:
-    """Return the layouts to measure again to find the fastest, and whether others tie.
+    """Return the layouts to measure again to find the fastest, and whether others are tied.
 
-    - These are the fastest layout so far, and each one that may prove faster within the turns
-      that are left. The list is empty if there is no such rival.
-    - A layout ties if it may be faster, but the turns that are left can't show it.
+    - To be measured again are the fastest layout so far, and each one that may prove to be faster
+      within the remaining turns. The list is empty if there is no such rival.
+    - A layout is tied if it may be faster, but the remaining turns can't show it.
 
-    At most `turns_left` more measurements follow, and a layout gets at most `most_turns` in all.
+    There is time for at most `turns_left` more turns, and a layout has at most `most_turns` in all.
     """
     # the fastest takes part because the two are compared within turns
-    if len(ran) < 2:
+    if len(measured) < 2:
         return [], False
-    leader, *others = sorted(ran, key=lambda candidate: -throughput(turns[candidate.layout]).value)
+    leader, *others = sorted(
+        measured, key=lambda candidate: -throughput(turns[candidate.layout]).value
+    )
     rivals = []
     tied = False
     for one in others:
@@ -209,9 +214,9 @@ def undecided(
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
-    """Return how much faster `one` is than `other`, from the rounds in which both ran.
+    """Return how much faster `one` is than `other`, by the rounds in which both were measured.
 
-    Without a common round, all their measurements are compared.
+    If there is no such round, all their measurements are compared.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
@@ -243,22 +248,23 @@ def throughput(turns: Turns) -> Interval:
 def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
     """Return the standard deviation of a few values, pooled with an assumed variance.
 
-    `assumed` keeps the result from being too small if the values agree by chance.
+    `assumed` is the usual variance. It keeps the result from being too small if the few values
+    agree by chance.
     """
     mean = fmean(values)
     spread = math.fsum((value - mean) ** 2 for value in values)
-    # `assumed`, the usual variance, counts as much as `DRIFT_WEIGHT` turns
+    # `assumed` counts as much as `DRIFT_WEIGHT` turns
     return math.sqrt((DRIFT_WEIGHT * assumed + spread) / (DRIFT_WEIGHT + len(values) - 1))
 
 
 def center(interval: Interval, value: float) -> Interval:
-    """Return the interval moved so that `value` is in its middle; it never goes below 0."""
+    """Return an interval of the same width around `value`; its low end is at least 0."""
     half = (interval.high - interval.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
 
 
 def widen(interval: Interval, error: float) -> Interval:
-    """Return the interval, extended to at least a relative `error` on both sides."""
+    """Return an interval that reaches at least the relative `error` to both sides of its value."""
     low = min(interval.low, interval.value * max(0.0, 1 - error))
     return Interval(interval.value, low, max(interval.high, interval.value * (1 + error)))
 

@@ -1,4 +1,4 @@
-"""The data that a search hands over at its end."""
+"""The state of a search as data, from which its result is written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .ranking import RankedLayout
 
 
 class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of a finished search from which its result is written."""
+    """Everything that a result needs to know about a search."""
 
     problem: Problem
     options: LayoutOptions
@@ -37,12 +37,12 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     mean_length: float = 0.0  # tokens per row; 0 if rows have no lengths
     # gradient exchange that computation doesn't hide; None: unknown
     sync_seconds: float | None = None
-    apart_seconds: Mapping[Layout, float | None] = {}  # seconds of the slowest share alone
+    seconds_alone: Mapping[Layout, float | None] = {}  # seconds of the slowest share alone
     # exchange time by number of hosts, in addition to that within one host
     network_seconds: tuple[float, ...] = ()
     curves: tuple[tuple[Knots, int], ...] = ()  # curves of the chosen layout's devices
     own_rate: float = 0.0  # predicted samples/s at the script's own batch; 0: unknown
 
     def turns_of(self, layout: Layout) -> tuple[Timed, ...]:
-        """Return the measurements on which a layout's samples/s are based; empty if none."""
+        """Return the measurements from which a layout's samples/s are computed; empty if none."""
         return self.turns.get(layout, ())

@@ -1,4 +1,4 @@
-"""Propose layouts in which each device gets a number of rows, by their predicted speed."""
+"""Choose layouts by their predicted speed, for rows that all cost the same."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return None, because nothing rules out all layouts in advance."""
+        """Return why no layout can work: always None, as this can't be known in advance."""
         return None
 
     def is_sensible(self, layout: Layout) -> bool:
         """Whether the layout may become the plan.
 
-        Excluded are gradient accumulation on a single device if the batch is free, and single
-        devices if the workload must use all.
+        It may not if it uses gradient accumulation on a single device although the batch is free.
+        It may not if it is on a single device and the workload needs all devices.
         """
         if layout.traits.together:
             return True
@@ -58,10 +58,10 @@ class RowPolicy:
         # a smaller batch in fewer passes would give the same samples/s
         return self.problem.global_batch is not None or not layout.in_passes
 
-    def apart_seconds(self, layout: Layout) -> float | None:
-        """Return how long the slowest device takes for its rows without the others, in seconds.
+    def seconds_alone(self, layout: Layout) -> float | None:
+        """Return how many seconds the slowest device would take for its rows on its own.
 
-        A measured step that takes longer shows the cost of training together. None if no device was
+        A measured step that takes longer shows what training together costs. None if no device was
         measured.
         """
         seconds = []
@@ -72,9 +72,9 @@ class RowPolicy:
         return max(seconds, default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return, for the plan file, each device's compute time by rows and its row limit.
+        """Return the compute time by rows and the maximum rows of each device, for the plan file.
 
-        Empty curves for devices without rows, and for layouts on a single device.
+        Curves are empty for devices without rows, and for layouts on a single device.
         """
         found = list(NO_CURVE * len(layout.shares))
         if not layout.traits.together:
@@ -89,7 +89,7 @@ class RowPolicy:
         return tuple(found)
 
     def predicted_curve(self, position: int) -> PredictedCurve:
-        """Return the predicted step times of one device, as points to plot."""
+        """Return the predicted step times of a device, as points to plot."""
         device = self.machine.devices[position]
         largest = device.guessed_rows or device.memory.largest_ran or None
         points: tuple[tuple[int, float], ...] = ()
@@ -103,8 +103,8 @@ class RowPolicy:
     def singles(self) -> list[Layout]:
         """Return the best layout on a single device; empty if no device can run the batch.
 
-        If it uses gradient accumulation although one pass would surely fit, the layout with one
-        pass comes second.
+        If that layout uses gradient accumulation although one pass is sure to fit, the layout with
+        one pass comes second.
         """
         ranked = self._singles_by_rate()
         if not ranked:
@@ -119,12 +119,11 @@ class RowPolicy:
     def _singles_by_rate(self) -> list[Layout]:
         """Return the layouts on a single device, fastest first.
 
-        If the batch is free, these are the batches that ran. Otherwise, each device gets the
-        requested batch.
+        If the batch is free, they are those that ran. If a global batch was requested, there is one
+        layout with it for each device, if it fits.
         """
         batch = self.problem.global_batch
         if batch is None:
-            # a free batch: all solo layouts that exploration measured
             ran = [
                 timed
                 for timed in self.seen.timed(Stage.SOLO, Stage.REST)
@@ -132,7 +131,6 @@ class RowPolicy:
             ]
             fit = sorted(self.seen.still_fit(ran), key=lambda one: -one.samples_per_second)
             return list(dict.fromkeys(one.probe.layout for one in fit))
-        # a fixed batch: one layout for each device, in one pass or in several
         devices = self.problem.devices
         layouts = [
             self.machine.lay_out_safely(solo(devices, i, batch).shares) for i in self.machine.live
@@ -143,7 +141,7 @@ class RowPolicy:
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
         """Return the samples/s of a layout on one device, predicted if it wasn't measured.
 
-        `contended` includes measurements taken while the other devices were busy.
+        With `contended`, measurements count that were made while the other devices were busy.
         """
         timed = self.seen.timed_in(layout, Stage.REST)
         if not timed and contended:
@@ -153,7 +151,7 @@ class RowPolicy:
         )
 
     def efficient(self) -> list[Layout]:
-        """Return layouts with a good ratio of samples/s to cost, such as power.
+        """Return layouts with many samples/s per unit of a cost such as power.
 
         They are candidates for an objective that accepts a slower layout with lower costs.
         """
@@ -162,7 +160,7 @@ class RowPolicy:
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the highest samples/s per cost, such as per watt.
+        """Return the splits with the most samples/s per unit of cost, such as per watt.
 
         Only splits at most `max_slowdown` slower than the fastest layout are considered. The best
         comes first. Empty until a cost is known.
@@ -182,7 +180,6 @@ class RowPolicy:
             for one in (self.predictions.fastest_split, self.predictions.fastest_single)
             if one
         ]
-        # at most `max_slowdown` slower than the fastest layout
         least = (1 - self.problem.max_slowdown) * max(tops, default=0.0)
         splits = [
             one for one in map(self.predictions.split_over, self._list_device_sets(costs)) if one
@@ -191,11 +188,10 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of two or more devices, smaller than all, that may be the most efficient.
+        """Yield sets of two or more devices, but not all, that may be the most efficient.
 
-        `costs` holds each device's cost while it trains and while it is idle.
+        `costs` has each device's cost while it trains and while it is idle.
         """
-        # `costs` are the (active, idle) costs of each device
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
             for count in counts:
@@ -215,8 +211,8 @@ class RowPolicy:
     def best_splits(self) -> list[Layout]:
         """Return the layouts over several devices that belong in the final comparison.
 
-        These are the smallest measured batch that is fast enough, layouts that are predicted to be
-        better, and the fastest one measured.
+        They are the layout with the smallest measured batch that is fast enough, those predicted to
+        be better, and the fastest measured one.
         """
         found = self._split_rates()
         if not found:
@@ -242,27 +238,26 @@ class RowPolicy:
         found.sort(key=lambda one: one.samples_per_second)
         return {one.probe.layout: one.samples_per_second for one in found}
 
-    def _preferred_split(self, found: dict[Layout, float]) -> Layout:
-        """Return the split with the smallest batch among those within the tolerance.
+    def _preferred_split(self, rates: dict[Layout, float]) -> Layout:
+        """Return the split with the smallest batch that is fast enough.
 
-        The tolerance is relative to the fastest split. `found` holds samples/s by split.
+        It is slower than the fastest by at most the tolerance. `rates` are samples/s by split;
+        there must be at least one.
         """
-        # `found` are the samples/s of the splits, and must not be empty
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
-        least = max(found.values()) * (1 - tolerance)
-        enough = [layout for layout, rate in found.items() if rate >= least]
-        return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
+        least = max(rates.values()) * (1 - tolerance)
+        enough = [layout for layout, rate in rates.items() if rate >= least]
+        return min(enough, key=lambda layout: (layout.global_batch, -rates[layout]))
 
     def _promising_splits(self, chosen: Layout) -> list[Layout]:
-        """Return splits that surely fit and are predicted to be better than `chosen`.
+        """Return splits that are sure to fit and are predicted to be better than `chosen`.
 
-        Better means clearly faster or, if the batch is free, a smaller batch that is fast enough.
+        A split is better if it is clearly faster. If the batch is free, it is also better if it has
+        a smaller batch and is fast enough.
         """
-        # smaller batches within the tolerance
         found = list(self._smaller_splits(chosen))
         fastest = self.predictions.fastest_split
         least = self.machine.predicted_rate(chosen) * (1 + LEAST_GAIN)
-        # clearly faster than `chosen`
         if fastest and fastest.samples_per_second > least:
             raced = [one.probe.layout for one in self.seen.timed_race()]
             found.append(self._nearest_raced(self.predictions.layout(fastest), raced))
@@ -284,34 +279,35 @@ class RowPolicy:
                 return
             layout = self._nearest_raced(self.predictions.layout(wanted), turns)
             if layout not in turns:
-                # a measured split replaces a predicted one; a larger one must be confirmed by a
-                # check, because one of many batches seems fast enough by chance
+                # a measured split replaces a predicted one
                 layout = self._smallest_within(turns, leader, layout.global_batch) or layout
             yield layout
             if layout not in turns or is_tolerable(turns[layout], leader, tolerance):
                 return
 
     def _smallest_within(
-        self, turns: dict[Layout, Turns], leader: Turns, most: int
+        self, turns: dict[Layout, Turns], leader: Turns, largest_batch: int
     ) -> Layout | None:
         """Return the measured layout with the smallest batch within the tolerance, or None.
 
-        The tolerance is relative to the samples/s of `leader`. Batches above `most` count only if
-        they were measured again after being chosen.
+        The tolerance is relative to the samples/s of `leader`. Batches above `largest_batch` count
+        only if they were measured again after being chosen, because one of many batches seems fast
+        enough by chance.
         """
-        # a layout without a check must have a batch of at most `most`
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
         for layout, taken in turns.items():
-            wanted = layout.global_batch <= most or layout in checked
+            wanted = layout.global_batch <= largest_batch or layout in checked
             if wanted and is_tolerable(taken, leader, self.problem.tolerance):
                 found.append(layout)
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
-    def _nearest_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return a measured layout whose shares hardly differ from this one's, else this one."""
-        # shares differ by at most 2 %, so a measurement of `layout` would show nothing new
-        near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
+    def _nearest_raced(self, layout: Layout, measured: Iterable[Layout]) -> Layout:
+        """Return a measured layout with nearly the same shares; the layout itself if there is none.
+
+        A measurement of the layout itself would show nothing new then.
+        """
+        near = [one for one in measured if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
 
         def distance(layout: Layout) -> tuple[int, tuple[int, ...]]:
@@ -319,25 +315,26 @@ class RowPolicy:
 
         return min(near, key=distance, default=layout)
 
-    def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return layouts with equal shares, over all usable devices.
+    def even_splits(self, splits: Sequence[Layout], with_fewer_devices: bool) -> list[Layout]:
+        """Return layouts with equal shares; empty if none fits.
 
-        `scaling` adds such layouts over fewer devices, which are chosen by speed.
+        There is one over all usable devices. With `with_fewer_devices`, there are also layouts over
+        the fastest 2, 4, ... devices. `splits` are the best known splits, of which the first gives
+        the batch if none was requested.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
-        counts = device_counts(len(order)) if scaling else (len(order),)
+        counts = device_counts(len(order)) if with_fewer_devices else (len(order),)
         sets = [tuple(sorted(order[:count])) for count in counts if count > 1]
-        found = [self._make_even_split(positions, splits, scaling) for positions in sets]
+        found = [self._make_even_split(positions, splits, with_fewer_devices) for positions in sets]
         return [layout for layout in found if layout is not None]
 
     def _make_even_split(
-        self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
+        self, positions: tuple[int, ...], splits: Sequence[Layout], keep_batch: bool
     ) -> Layout | None:
-        """Return equal shares over these devices, or None if they don't fit in memory.
+        """Return the layout with equal shares over these devices, or None if it doesn't fit.
 
-        If `whole` is set, a requested global batch is never reduced to fit.
+        With `keep_batch`, a requested global batch isn't reduced to make it fit.
         """
-        # if `whole`, a fixed batch isn't reduced when it doesn't fit
         count = len(positions)
         quantum = self.machine.quantum
         fixed = self.problem.global_batch
@@ -350,13 +347,13 @@ class RowPolicy:
         if fixed:
             # a fixed batch is computed in passes if necessary
             in_passes = self.machine.lay_out_safely(even.shares)
-            if in_passes or whole:
+            if in_passes or keep_batch:
                 return in_passes
         # the rows that certainly fit on all devices
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """Return the global batch to use for equal shares if none was requested."""
+        """Return the global batch for equal shares over these devices if none was requested."""
         count = len(positions)
         if splits:
             # each device gets the mean rows per live device

@@ -1,4 +1,4 @@
-"""Search for the fastest layout.
+"""The search for the fastest layout.
 
 `ask` returns the probes to run, and `tell` takes what they observed.
 """
@@ -22,9 +22,9 @@ LEAST_STEPS = 20
 class Search:
     """Finds the fastest way to train a workload on the given devices.
 
-    The caller runs the probes that `ask` returns, and passes their observations to `tell`, until
-    `ask` returns none. The answers depend only on the set of observations, not on their order. The
-    search has no clock: elapsed seconds come from the observations.
+    The caller runs the probes that `ask` returns, and passes what they observed to `tell`, until
+    `ask` returns no more probes. The answers depend only on the set of observations, not on their
+    order. The search has no clock: elapsed seconds come from the observations.
     """
 
     def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:
@@ -35,18 +35,18 @@ class Search:
 
     @property
     def evaluation(self) -> Evaluation:
-        """What follows from all observations so far."""
+        """The conclusions from all observations so far."""
         return self._evaluation
 
-    def tell(self, seen: Observation) -> None:
-        """Add what a probe observed."""
-        self._seen.add(seen)
+    def tell(self, observation: Observation) -> None:
+        """Add an observation, which is the result of a probe."""
+        self._seen.add(observation)
         self._evaluation = Evaluation(self.problem, self.options, self._seen)
 
     def learn_data(self, facts: Facts) -> None:
         """Add facts about the workload that only its first probes could find out.
 
-        If the global batch is free, it is limited so that an epoch keeps enough steps.
+        If the global batch is free, it is limited so that an epoch still has enough steps.
         """
         problem = self.problem
         free = problem.global_batch is None and problem.max_global_batch is None
@@ -82,12 +82,12 @@ class Search:
         return self._evaluation.ended()
 
     def why_stopped(self) -> str | None:
-        """Return as a sentence why the search ended, or None if it goes on."""
+        """Return a sentence that says why the search ended, or None if it goes on."""
         end = self.ended()
         return None if end is None else end.words
 
     def belief(self) -> Belief:
-        """Return, for display, the predicted step times and what is measured next."""
+        """Return the predicted step times and what is measured next, for display."""
         return self._evaluation.belief()
 
     def best(self) -> Result | None:
@@ -103,7 +103,7 @@ class Search:
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest global batch that leaves an epoch enough steps.
+    """Return the largest global batch with which an epoch has enough steps.
 
     `rows` is the number of rows in the data set.
     """

@@ -1,19 +1,21 @@
-"""Chooses each device's part of the model's state, and its rows.
+"""Choose how the model's state is divided among devices, and the rows of each device.
 
-In sharded training, each device is first measured alone. It holds only a small part of the state,
-and gathers the model's units (blocks of layers) from that part. This shows its step time, and the
-memory that it needs besides the state. Then the rows with the highest expected samples/s are
-chosen. The state is divided so that it fills the memory that these rows leave free. From then on,
-the parts of the state stay the same. Rows are searched as in other trainings, within the memory
-that is left. Measurements of whole steps show how much time gathering takes.
+The state is the parameters, gradients and optimizer state. In sharded training, each device holds a
+fraction of it, and gathers the model's units (blocks of layers) while it computes.
+
+Each device is first measured alone, with only a small part of the state. This shows its step time,
+and the memory that it needs besides the state. Then the rows with the highest expected samples/s
+are chosen, and the state is divided so that it fills the memory that these rows leave free. From
+then on, this division stays the same. Rows are searched as in other trainings, within the memory
+that is left. Measurements of steps over all devices show how much time gathering takes.
 
 A slow or small device may hold a part of the state and compute no rows, if its rows would only keep
-the others waiting. The best such training is measured too if it should be faster.
+the others waiting. The best such layout is measured too if it should be faster.
 
-Headroom remains free on each device, because an allocator can't use all of the memory: free blocks
-may be too small for a request. In the first pass of a step, gradients don't exist yet when
-activations are at their peak. So only a training in several passes needs memory for gradients and
-activations at the same time.
+Some headroom remains free on each device, because an allocator can't use all of the memory: free
+blocks may be too small for a request. In the first gradient-accumulation pass of a step, gradients
+don't exist yet when activations are at their peak. So only a training in several passes needs
+memory for gradients and activations at the same time.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ HEADROOM = 0.05
 FEWEST_HALVINGS = 2  # number of times that the headroom may be halved
 DIGITS = 4  # decimals of a part: 10 MB of a state of 100 GB, far below any card's headroom
 LEAST_PART = 1e-3  # of the state: a device whose rows leave less memory than this gets fewer rows
-# minimum slope of a step's time over its rows, relative to time in proportion to rows: step times
-# that seem level say little about larger batches
+# minimum slope of the step time over rows, relative to a time in proportion to rows: step times on
+# one plateau say little about larger batches
 LEAST_GROWTH = 0.05
 # the first whole step is measured now if the time left is less than this many starts of its group
 URGENT = 2.0
@@ -69,7 +71,7 @@ FAR_SLOWER = 0.5
 
 
 class RowDemand(msgspec.Struct, frozen=True):
-    """What a micro-batch needs on a device besides the device's part of the model's state.
+    """The memory and time that a micro-batch needs on a device, without the device's state.
 
     A pass of r rows takes `base_bytes + r * row_bytes` bytes and `fixed_seconds + r * row_seconds`
     seconds.
@@ -81,11 +83,11 @@ class RowDemand(msgspec.Struct, frozen=True):
     row_seconds: float
 
     def rows_in(self, seconds: float) -> float:
-        """Return how many rows the device can compute in `seconds`."""
+        """Return how many rows the device computes in `seconds`, as a fractional number."""
         return max(0.0, seconds - self.fixed_seconds) / self.row_seconds
 
     def seconds(self, rows: float) -> float:
-        """Return how long a pass of `rows` takes, in seconds."""
+        """Return how many seconds a pass of `rows` takes."""
         return self.fixed_seconds + self.row_seconds * rows
 
 
@@ -93,10 +95,10 @@ class StateDivision(msgspec.Struct, frozen=True):
     """How the parameters, gradients and optimizer state are divided among devices.
 
     - `parts`: each device's fraction of the state; empty if not known yet.
-    - `in_passes`: whether memory is left for gradients that are kept between
+    - `in_passes`: whether memory is left for gradients, which are kept between
       gradient-accumulation passes.
     - `limits`: usable bytes of each device; None where unknown.
-    - `rows`: the micro-batch of each device that the division leaves memory for.
+    - `rows`: the micro-batch of each device for which the division leaves memory.
     """
 
     parts: tuple[float, ...]
@@ -106,13 +108,13 @@ class StateDivision(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A sharded layout and its predicted step time in seconds, without gathering parameters."""
+    """A sharded layout with its predicted step time in seconds, without the time of gathering."""
 
     layout: Layout
     seconds: float
 
     def rate(self, more_seconds: float = 0.0) -> float:
-        """Return the predicted samples/s, for a step that takes `more_seconds` longer."""
+        """Return the predicted samples/s if a step takes `more_seconds` longer."""
         return self.layout.global_batch / (self.seconds + more_seconds)
 
 
@@ -129,7 +131,9 @@ class Sharding:
         self._seen, self._state = seen, problem.state or ModelState(0, 0)
         # whole steps in which some devices had no rows
         self._held = [
-            observation for observation in seen if _some_hold_only(observation.probe.layout)
+            observation
+            for observation in seen
+            if _has_devices_without_rows(observation.probe.layout)
         ]
         if problem.budget_seconds is not None:
             left = problem.budget_seconds - sum(one.elapsed_seconds for one in self._held)
@@ -148,14 +152,15 @@ class Sharding:
             held = self._probe_without_rows(budget)
             if held:
                 return (held,)
-            probes = tuple(probe for probe in probes if not self._surely_loses(probe.layout))
+            probes = tuple(probe for probe in probes if not self._is_far_slower(probe.layout))
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
-        """Return the first step over all devices if it should run before further solo probes.
+        """Return the first step over all devices if it should run before more solo probes.
 
-        It should if little time is left, or if starting its processes takes long. None if it can
-        wait.
+        Solo probes measure single devices. The step should run first if little time is left,
+        because there is no plan without it. It also should if its processes take long to start.
+        None if it can wait.
         """
         policy = self.policy
         if not self.parts or policy.machine.splits:
@@ -163,7 +168,6 @@ class Sharding:
         probe = SplitStage(policy.predictions, budget, True).next_probe()
         if probe is None or not probe.layout.traits.together:
             return None
-        # without a whole step there is no plan
         left = budget.seconds - budget.spent
         start_seconds = budget.starts.seconds(probe.layout)
         # two sizes of each device show its time and memory; other rows are then better measured in
@@ -175,17 +179,15 @@ class Sharding:
         return None
 
     def _smaller_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a step with fewer rows to try after one ran out of memory, or None.
+        """Return a step over all devices with fewer rows, if one ran out of memory before.
 
-        Used only if measuring single devices again would take long, because their processes have
-        ended.
+        None if that isn't needed: it is used only if measuring single devices again would take
+        long, because their processes have ended.
         """
-        # single devices could only be measured again after a new start of their children, which
-        # ended for the whole step
         if not budget.is_expensive(budget.starts.alone):
             return None
         division, problem = self._division, self.policy.problem
-        whole = [one for one in self._that_still_fit(self._seen) if one.probe.layout.state]
+        whole = [one for one in self._never_out_of_memory(self._seen) if one.probe.layout.state]
         if not self.parts or not any(self._failures) or whole:
             return None
         smaller = division and propose(division, self._row_demands, self._problem)
@@ -203,15 +205,16 @@ class Sharding:
     def layouts(self) -> list[Layout]:
         """Return the sharded layouts for the final comparison."""
         found = self.policy.best_splits() if self.parts else []
-        held = [one.probe.layout for one in self._that_still_fit(self._held)]
+        held = [one.probe.layout for one in self._never_out_of_memory(self._held)]
         return [*(self._shard(one) for one in found if one.traits.together), *held]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return the compute time by rows, and the row limit, of each device of a layout.
+        """Return the compute time by rows and the maximum rows of each device in a layout.
 
-        Curves are empty if some devices have no rows, because shares aren't changed then.
+        Curves are empty if some devices have no rows, because the shares of such a layout aren't
+        changed.
         """
-        if _some_hold_only(layout):
+        if _has_devices_without_rows(layout):
             return NO_CURVE * len(layout.shares)
         return self.policy.curves(layout_of(layout.shares, layout.micro))
 
@@ -219,43 +222,48 @@ class Sharding:
 
     @property
     def parts(self) -> tuple[float, ...] | None:
-        """Each device's fraction of the state; empty before it is known, None if it doesn't fit."""
+        """Each device's fraction of the state.
+
+        Empty as long as it isn't known, and None if the state doesn't fit.
+        """
         return None if self._division is None else self._division.parts
 
     @cached_property
     def _division(self) -> StateDivision | None:
-        """How the state is divided among the devices; None if they can't hold it."""
+        """How the state is divided among the devices; None if it doesn't fit."""
         problem = self._problem
-        if not self._needs_are_known:
+        if not self._demands_are_known:
             # no parts until all devices were measured alone
             return StateDivision((), limits=problem.memory_bytes)
         limits = self._limits
         if len(limits) < problem.devices:
-            # the memory of a device is unknown
             equal = (1 / problem.devices,) * problem.devices
             return StateDivision(equal, problem.global_batch is not None, problem.memory_bytes)
         return self._divide(limits)
 
     @property
-    def _needs_are_known(self) -> bool:
+    def _demands_are_known(self) -> bool:
         return self._problem.state is not None and len(self._row_demands) == self._problem.devices
 
     @property
     def _limits(self) -> list[int]:
-        """The bytes that each device has for state and rows; unknown devices are left out."""
+        """The bytes of each device for state and rows together.
+
+        Devices whose memory is unknown are left out.
+        """
         beside = self._state.beside_bytes
         return [max(1, size - beside) for size in self._problem.memory_bytes if size is not None]
 
     def _divide(
         self, limits: Sequence[int], without_rows: frozenset[int] = frozenset()
     ) -> StateDivision | None:
-        """Return how to divide the state with some headroom, or None if it doesn't fit.
+        """Return the best division of the state that leaves headroom, or None if it doesn't fit.
 
-        The devices in `without_rows` hold state but compute nothing.
+        Devices in `without_rows` hold state but compute nothing. The headroom is doubled for each
+        step over several devices that ran out of memory. If the state doesn't fit then, it is
+        halved repeatedly.
         """
         failures, needs, problem = self._failures, self._row_demands, self._problem
-        # headroom is doubled for each whole step that ran out of memory; if the state then doesn't
-        # fit, it is halved repeatedly
         for forgiven in range(max(failures) + FEWEST_HALVINGS + 1):
             usable_bytes = tuple(
                 int(limit * (1 - HEADROOM * 2.0 ** max(failure_count - forgiven, -FEWEST_HALVINGS)))
@@ -279,14 +287,17 @@ class Sharding:
 
     @property
     def _row_demands(self) -> list[RowDemand]:
-        """Memory and time per row of each device, from its first two measurements alone."""
+        """Memory and time of rows on each device, from its first two measurements alone.
+
+        Devices without such a measurement are left out.
+        """
         # later ones would change the division, which must stay the same after a whole step
         first = Observations(self._problem)
         for position in range(self._problem.devices):
             for one in self._measured_alone(position)[:FEWEST_SIZES]:
                 first.add(self._without_shards(one))
         devices = (read_device(first, position) for position in range(self._problem.devices))
-        return [self._need(device) for device in devices if device.alone]
+        return [self._row_demand(device) for device in devices if device.alone]
 
     def _measured_alone(self, position: int) -> list[Timed]:
         """Return the measurements in which only this device ran, in order."""
@@ -297,7 +308,7 @@ class Sharding:
                 found.append(one)
         return sorted(found, key=lambda one: one.probe.turn)
 
-    def _need(self, device: DeviceEvidence) -> RowDemand:
+    def _row_demand(self, device: DeviceEvidence) -> RowDemand:
         gathered, memory = self._state.gathered_bytes, device.memory
         batch, used = memory.points[-1] if memory.points else (1, gathered)
         base = min(used, gathered) if memory.line is None else memory.line[0]
@@ -312,18 +323,18 @@ class Sharding:
         None if there is none.
         """
         limits = self._limits
-        if not self._needs_are_known or len(limits) < self._problem.devices:
+        if not self._demands_are_known or len(limits) < self._problem.devices:
             return None
         found = []
-        for holders in self._sets_of_holders():
+        for holders in self._sets_without_rows():
             division = self._divide(limits, holders)
             proposal = division and propose(division, self._row_demands, self._problem)
             if proposal:
                 found.append(proposal)
         return max(found, key=lambda one: one.rate(), default=None)
 
-    def _sets_of_holders(self) -> list[frozenset[int]]:
-        """Return the sets of devices to try as holders of state that compute nothing."""
+    def _sets_without_rows(self) -> list[frozenset[int]]:
+        """Return sets of devices to try without rows: the slowest and the smallest ones."""
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))
         smallest = sorted(positions, key=lambda i: self._limits[i])
@@ -343,48 +354,50 @@ class Sharding:
         seconds = budget.probe_seconds(wanted.layout, Stage.SHARD, step_seconds=wanted.seconds)
         return Probe(wanted.layout, Stage.SHARD, seconds)
 
-    def _may_win(self, wanted: Proposal) -> bool:
-        """Whether a layout is predicted to be faster than all sharded layouts that ran."""
-        ran = [one for one in self._that_still_fit(self._seen) if one.probe.layout.state]
+    def _may_win(self, proposal: Proposal) -> bool:
+        """Whether a layout is predicted to be faster than all sharded layouts that ran.
+
+        If none ran yet, it is compared with the best layout in which all devices have rows.
+        """
+        ran = [one for one in self._never_out_of_memory(self._seen) if one.probe.layout.state]
         if ran:
             # the time to gather units isn't known: the shortest of those that ran is assumed
-            more = min(self._beyond_rows(one) for one in ran)
+            more = min(self._communication_seconds(one) for one in ran)
             best = max(one.samples_per_second for one in ran)
-            return wanted.rate(more) > (1 + LEAST_GAIN) * best
+            return proposal.rate(more) > (1 + LEAST_GAIN) * best
         division = self._division
         if division is None or not division.rows:
             return division is None
-        # nothing ran yet: compared with a training in which all devices have rows
         everywhere = propose(division, self._row_demands, self._problem)
-        return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
+        return everywhere is None or proposal.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
-    def _surely_loses(self, layout: Layout) -> bool:
-        """Whether a step is predicted to have less than half the speed of a measured one.
+    def _is_far_slower(self, layout: Layout) -> bool:
+        """Whether a layout is predicted to have less than half the measured speed of another.
 
-        The measured ones are those in which some devices hold state but compute nothing.
+        The other one is the fastest measured layout in which some devices hold state but compute
+        nothing.
         """
-        rates = [one.samples_per_second for one in self._that_still_fit(self._held)]
+        rates = [one.samples_per_second for one in self._never_out_of_memory(self._held)]
         if not rates or not layout.traits.together:
             return False
         expected = layout.global_batch / expect_seconds(layout, self._row_demands)
         return expected < FAR_SLOWER * max(rates)
 
-    def _that_still_fit(self, seen: Sequence[Observation]) -> list[Timed]:
-        """Return the measurements of layouts that have never run out of memory."""
+    def _never_out_of_memory(self, seen: Sequence[Observation]) -> list[Timed]:
+        """Return those of the measurements whose layouts have never run out of memory."""
         full = [one.probe.layout for one in self._seen if isinstance(one, OutOfMemory)]
         return [one for one in seen if isinstance(one, Timed) and one.probe.layout not in full]
 
-    def _beyond_rows(self, timed: Timed) -> float:
-        """Return the seconds of a step that aren't computation, such as gathering parameters."""
+    def _communication_seconds(self, timed: Timed) -> float:
+        """Return how many seconds of a step aren't computation but, for example, gathering."""
         layout = timed.probe.layout
-        # the prediction leaves out gathering
         return max(0.0, timed.step_seconds - expect_seconds(layout, self._row_demands))
 
     # ------------------------------------------------------------------ rows, as with whole models
 
     @cached_property
     def policy(self) -> RowPolicy:
-        """The rules that choose each device's rows, within the memory left by the state."""
+        """The rules that choose each device's rows, within the memory that the state leaves."""
         division = self._division or StateDivision((), limits=self._problem.memory_bytes)
         # parts are rounded, and may leave a little less than the rows for which they were chosen
         held = [
@@ -399,14 +412,14 @@ class Sharding:
         )
         known = Observations(problem)
         for one in self._seen:
-            if _some_hold_only(one.probe.layout):
+            if _has_devices_without_rows(one.probe.layout):
                 continue
             if not isinstance(one, OutOfMemory) or one.probe.layout.state in ((), self.parts):
                 known.add(self._check_fit_beside_state(self._without_shards(one), left))
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _without_shards(self, observation: Observation) -> Observation:
-        """Return an observation as the search for unsharded layouts would see it.
+        """Return an observation of a sharded model as if the model weren't sharded.
 
         The memory of the state is subtracted.
         """
@@ -423,9 +436,10 @@ class Sharding:
         )
 
     def _bytes_without_state(self, timed: Timed) -> tuple[int | None, ...]:
-        """Return each device's peak bytes minus its part of the state.
+        """Return each device's peak bytes, minus the bytes of its state.
 
-        None where the memory is unknown, or shows nothing about the rows.
+        None where the memory is unknown, or where it is so small that it shows nothing about the
+        rows.
         """
         layout = timed.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
@@ -441,14 +455,13 @@ class Sharding:
         return tuple(left)
 
     def _check_fit_beside_state(
-        self, observation: Observation, left: Sequence[int | None]
+        self, observation: Observation, free_bytes: Sequence[int | None]
     ) -> Observation:
-        """Turn a solo measurement into a failure if its rows don't fit beside the state.
+        """Turn a measurement of one device into a failure if its rows don't fit beside its state.
 
-        Solo probes hold only a small part of the state, so more rows fit in them than in training.
-        `left` is the bytes that the state leaves free on each device.
+        In such measurements, a device holds only a small part of the state, so more rows fit than
+        in training. `free_bytes` is what the state leaves free on each device.
         """
-        # a device measured alone held less of the state
         if (
             not isinstance(observation, Timed)
             or observation.probe.layout.traits.together
@@ -457,7 +470,7 @@ class Sharding:
             return observation
         short = []
         for position, used in enumerate(observation.memory_bytes):
-            limit = left[position]
+            limit = free_bytes[position]
             if used is not None and limit is not None and used > limit:
                 short.append(position)
         if not short:
@@ -469,7 +482,7 @@ class Sharding:
         )
 
     def _with_shards(self, probe: Probe) -> Probe:
-        """Return a probe of unsharded rows as a probe of the sharded model."""
+        """Return a probe of an unsharded layout as a probe of the sharded model."""
         layout = probe.layout
         if layout.traits.together:
             return msgspec.structs.replace(probe, layout=self._shard(layout), stage=Stage.SHARD)
@@ -480,9 +493,11 @@ class Sharding:
         return msgspec.structs.replace(layout, kind="shard", state=self.parts or ())
 
 
-def _subtract_bytes(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
-    """Return each size minus the bytes taken, at least 1; None stays None."""
-    pairs = zip(sizes, taken, strict=True)
+def _subtract_bytes(
+    sizes: Sequence[int | None], subtracted: Sequence[float]
+) -> tuple[int | None, ...]:
+    """Return the sizes minus the subtracted bytes, at least 1 byte each; None stays None."""
+    pairs = zip(sizes, subtracted, strict=True)
     return tuple(size and max(1, size - round(state)) for size, state in pairs)
 
 
@@ -501,32 +516,34 @@ def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
 
 def divide_state(
     limits: Sequence[float],
-    needs: Sequence[RowDemand],
+    demands: Sequence[RowDemand],
     problem: Problem,
     without_rows: frozenset[int] = frozenset(),
 ) -> StateDivision | None:
     """Return the division of the state with the highest samples/s, or None if it doesn't fit.
 
-    - `limits`: usable bytes of each device.
-    - `needs`: memory and time per row of each device.
-    - `without_rows`: devices that hold state but compute nothing.
-
     A requested global batch is computed in one pass if it fits, otherwise by gradient accumulation.
+
+    - `limits`: usable bytes of each device.
+    - `demands`: memory and time of rows on each device.
+    - `without_rows`: devices that hold state but compute nothing.
     """
     # in their first pass, devices without rows compute one filler row that doesn't count
-    room = StateRoom(limits, needs, problem, without_rows=without_rows)
+    room = StateDivider(limits, demands, problem, without_rows=without_rows)
     if problem.global_batch is None:
         return room.divide()
     at_once = room.divide_for(problem.global_batch)
     if at_once is not None or not problem.micro:
         return at_once
-    return StateRoom(limits, needs, problem, in_passes=True, without_rows=without_rows).divide()
+    return StateDivider(
+        limits, demands, problem, in_passes=True, without_rows=without_rows
+    ).divide()
 
 
 def propose(
-    division: StateDivision, needs: Sequence[RowDemand], problem: Problem
+    division: StateDivision, demands: Sequence[RowDemand], problem: Problem
 ) -> Proposal | None:
-    """Return the layout for a division of the state, with its predicted step time.
+    """Return the layout that follows from a division of the state, with its predicted step time.
 
     None if no device has rows.
     """
@@ -546,42 +563,43 @@ def propose(
     micro = tuple(-(-share // passes) for share in shares) if passes > 1 else ()
     rows_alone = layout_of(tuple(shares), micro)
     layout = msgspec.structs.replace(rows_alone, kind="shard", state=division.parts)
-    return Proposal(layout, expect_seconds(layout, needs))
+    return Proposal(layout, expect_seconds(layout, demands))
 
 
-def expect_seconds(layout: Layout, needs: Sequence[RowDemand]) -> float:
+def expect_seconds(layout: Layout, demands: Sequence[RowDemand]) -> float:
     """Return the predicted compute seconds of a sharded step, without any communication."""
     passes = max(map(layout.passes, layout.computing))
     rows = [max(1.0, layout.shares[i] / passes) for i in layout.computing]
     pairs = zip(layout.computing, rows, strict=True)
-    return passes * max(needs[i].seconds(own) for i, own in pairs)
+    return passes * max(demands[i].seconds(own) for i, own in pairs)
 
 
-def _some_hold_only(layout: Layout) -> bool:
+def _has_devices_without_rows(layout: Layout) -> bool:
     """Whether some devices of a layout hold state but compute nothing."""
     return layout.computing != layout.active
 
 
-class StateRoom:
-    """Computes how to divide the state, for the memory that each device's rows leave free.
+class StateDivider:
+    """Finds the division of the state with which a sharded training is fastest.
 
     - `limits`: usable bytes of each device.
+    - `demands`: memory and time of rows on each device.
     - `in_passes`: whether gradients are kept between gradient-accumulation passes, which takes
       memory.
-    - `without_rows`: positions of devices that only hold state.
+    - `without_rows`: positions of devices that hold state but compute nothing.
     """
 
     def __init__(
         self,
         limits: Sequence[float],
-        needs: Sequence[RowDemand],
+        demands: Sequence[RowDemand],
         problem: Problem,
         in_passes: bool = False,
         without_rows: frozenset[int] = frozenset(),
     ) -> None:
         assert problem.state is not None
-        self._computing = [i for i in range(len(needs)) if i not in without_rows]
-        self._limits, self._row_demands, self._in_passes = limits, needs, in_passes
+        self._computing = [i for i in range(len(demands)) if i not in without_rows]
+        self._limits, self._row_demands, self._in_passes = limits, demands, in_passes
         self._fewest = problem.multiple_of
         self._most = float(problem.global_batch or problem.max_global_batch or UNBOUNDED)
         self._state = problem.state.state_bytes
@@ -593,7 +611,7 @@ class StateRoom:
     def divide(self) -> StateDivision | None:
         """Return the division with the highest samples/s; None if the state doesn't fit.
 
-        The global batch is free, or computed in several passes of any size.
+        Use it if the global batch is free, or if it is computed in several passes.
         """
         if not self._fits(self._rows_in(0.0)):
             return None
@@ -640,11 +658,10 @@ class StateRoom:
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _bytes_left(self, rows: Sequence[float]) -> list[float]:
-        """Return how many bytes of state each device can hold besides these rows.
+        """Return how many bytes of state each device can hold beside these rows.
 
         Negative if the rows themselves don't fit.
         """
-        # negative if the rows themselves don't fit
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):
             # the filler row of a device without rows leaves no gradients room
@@ -668,7 +685,10 @@ class StateRoom:
 
 
 def _round_parts(sizes: Sequence[float]) -> tuple[float, ...]:
-    """Return each size as a fraction of their total, rounded to sum to exactly 1."""
+    """Return each size as a fraction of their sum.
+
+    The fractions are rounded so that they add up to exactly 1.
+    """
     units = 10**DIGITS
     exact = [units * size / sum(sizes) for size in sizes]
     rounded = [max(1, math.floor(part)) for part in exact]
@@ -683,8 +703,8 @@ def _round_parts(sizes: Sequence[float]) -> tuple[float, ...]:
 
 
 def state_bytes_at_peak(state: ModelState, in_passes: bool) -> int:
-    """Return the bytes of the state while activations are at their peak.
+    """Return the bytes of the state that exist while activations are at their peak.
 
-    Without gradient accumulation, gradients don't exist yet at that moment.
+    Without gradient accumulation, there are no gradients yet at that moment.
     """
     return state.state_bytes - (0 if in_passes else state.gradient_bytes)

@@ -166,13 +166,13 @@ class SoloStage:
             return self._round(self._add_other_devices(batches), self._turn)
         return self._cheap_round()
 
-    def _add_other_devices(self, wanted: Batches) -> Batches:
+    def _add_other_devices(self, due: Batches) -> Batches:
         """Add batches for the other devices, if the round takes hardly longer with them.
 
         All devices should compute at the same time, because they do so in training.
         """
-        longest = max(self._probe_seconds(one, batch) for one, batch in wanted.items())
-        batches = dict(wanted)
+        longest = max(self._probe_seconds(one, batch) for one, batch in due.items())
+        batches = dict(due)
         for one in self._live:
             even = max(self._even_share(one), batches.get(one, 0))
             measured = sorted({self._quantum, *(point.batch for point in one.evidence.alone)})
@@ -310,7 +310,7 @@ class SoloStage:
         curve = self._lower_bound_curves[position].curve
         return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 
-    def _expected_gain(self, wanted: Allocation) -> float:
+    def _expected_gain(self, most_promising: Allocation) -> float:
         """Return the speedup to expect from the most promising layout.
 
         It is relative to the fastest layout in which no device exceeds the batches that it ran. 0.1
@@ -325,13 +325,15 @@ class SoloStage:
         if known is None:
             return math.inf
         errors = []
-        for position, share in wanted.shares:
+        for position, share in most_promising.shares:
             curve = self._machine.devices[position].solo_curve
             if curve:
                 errors.append(share * curve.error)
-        error = math.fsum(errors) / wanted.global_batch
+        error = math.fsum(errors) / most_promising.global_batch
         # on average, about half of the promised gain turns out to be real
-        return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
+        return (
+            COMES_TRUE * (most_promising.samples_per_second / known.samples_per_second - 1) - error
+        )
 
     def _would_show_more(self, device: DeviceModel, share: int) -> bool:
         """Whether measuring this batch may show that the device is faster than predicted."""

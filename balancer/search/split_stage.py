@@ -1,16 +1,16 @@
-"""The second stage of a search: measures steps over several devices.
+"""The second stage of a search: measure steps over several devices.
 
-The first such step ("split") divides the rows in the way that is fastest according to the solo
-measurements. It shows how long gradient exchange takes. If the devices' compute times are reported,
-it also shows how fast each device is while the others compute too. From this, the next split is
-predicted and measured. The stage ends when the predicted split was already measured, or promises at
-most 0.2 % more samples/s than the layouts that ran.
+Such a step, or its layout, is a split. The first one divides the rows in the way that is fastest
+according to the measurements of single devices. It shows how long gradient exchange takes. If the
+devices' compute times are reported, it also shows how fast each device is while the others compute
+too. From this, the next split is predicted and measured. The stage ends when the predicted split
+was measured already, or promises at most 0.2 % more samples/s than the layouts that ran.
 
-Solo measurements run on all devices at once, and so slow each other down. A device that may be
-faster alone than every split is therefore measured again while the others are idle. With a
-requested global batch, this may happen before the first split, with the fastest device. Its probe
-must then take little of the remaining time, or the device must be predicted to beat the split. It
-isn't wasted: each split is later compared with it, and no new process has to start.
+In the first stage, all devices run at once and so slow each other down. A device that may be faster
+alone than every split is therefore measured again while the others are idle. With a requested
+global batch, this may happen before the first split, with the fastest device. Its probe must then
+take little of the remaining time, or the device must be predicted to beat the split. The time isn't
+wasted: each split is later compared with this device, and no new process has to start.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from .time_left import LONE_STEPS, SHORTEST_PROBE_SECONDS
 
 
 class SplitStage:
-    """Measures steps over several devices, and single devices while the others are idle."""
+    """Chooses which splits to measure, and which devices to measure while the others are idle.
 
-    def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
+    A split is a step over several devices.
+    """
+
+    def __init__(self, predictions: Predictions, budget: Budget, with_splits: bool) -> None:
         self._predictions = predictions
         self._machine = predictions.machine
         self._budget = budget
-        self._with_splits = splits
+        self._with_splits = with_splits
         self._seen = self._machine.seen
         self._problem = predictions.problem
 
@@ -53,37 +56,42 @@ class SplitStage:
             return found
         return self._make_probe(self._predictions.split_within(self._longest_first_step(wanted)))
 
-    def _least_seconds(self, wanted: Allocation) -> float:
-        return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
+    def _least_seconds(self, allocation: Allocation) -> float:
+        return self._budget.least_seconds(self._predictions.layout(allocation), allocation.seconds)
 
-    def _make_probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return a probe of these rows per device, or None if there is no time for it.
+    def _make_probe(self, allocation: Allocation | None, reserved: float = 0.0) -> Probe | None:
+        """Return a probe of an allocation of rows, or None if there is no time for it.
 
-        `after` is how many seconds must remain for later probes.
+        `reserved` is how many seconds must remain for later probes.
         """
-        # the probe must leave `after` seconds for later probes
-        if wanted is None:
+        if allocation is None:
             return None
-        layout = self._predictions.layout(wanted)
-        seconds = wanted.seconds
+        layout = self._predictions.layout(allocation)
+        seconds = allocation.seconds
         stage: Stage = Stage.SPLIT if layout.traits.together else Stage.REST
         if not self._machine.splits and not self._machine.others_idle:
             layout, seconds = self._use_passes_that_ran(layout, seconds)
         ends_with: Stage = stage if self._machine.splits else Stage.RACE
         least = self._budget.least_seconds(layout, seconds)
-        affordable = self._budget.affords(layout, ends_with, seconds, reserved=after)
-        if affordable and (not after or self._budget.has_time(least, after)):
+        affordable = self._budget.affords(layout, ends_with, seconds, reserved=reserved)
+        if affordable and (not reserved or self._budget.has_time(least, reserved)):
             most = self._budget.probe_seconds(layout, stage, step_seconds=seconds)
             return Probe(layout, stage, most)
-        lone = self._budget.affords(layout, Stage.RACE, seconds, reserved=after, steps=LONE_STEPS)
+        lone = self._budget.affords(
+            layout, Stage.RACE, seconds, reserved=reserved, steps=LONE_STEPS
+        )
         # there is only time for a single step
-        if lone and wanted.samples_per_second > self._best_rate:
+        if lone and allocation.samples_per_second > self._best_rate:
             return Probe(layout, stage, min(SHORTEST_PROBE_SECONDS, round(seconds / 2, 3)))
         return None
 
     @cached_property
     def _best_rate(self) -> float:
-        """The samples/s that another layout has to beat: the best predicted or measured so far."""
+        """The samples/s that a new layout has to beat.
+
+        These are the highest that are predicted for a measured split, or that were measured on a
+        single device while the others were idle.
+        """
         # as predicted now
         splits = [
             self._machine.predicted_rate(split.probe.layout)
@@ -94,49 +102,50 @@ class SplitStage:
         return max((*splits, *others_idle), default=0.0)
 
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
-        """Return the layout with smaller passes if running out of memory would cost too much.
+        """Return the layout to measure, and its expected step time in seconds.
 
-        This is the case if a device ran out before and there is no time for a second attempt. The
-        second value is the expected step time in seconds.
+        It has smaller passes than `layout` if a device ran out of memory before, and if there is no
+        time for a second attempt.
         """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
         safe = self._machine.lay_out_safely(layout.shares) if full else None
-        # or if there is time for a second attempt after running out of memory
         if safe is None or self._budget.affords(layout, Stage.RACE, seconds, reserved=least):
             return layout, seconds
         return safe, layout.global_batch / max(self._machine.predicted_rate(safe), LEAST_RATE)
 
     def _next_split(self) -> Allocation | None:
-        """Return the fastest predicted split; None if it was tried or isn't clearly faster."""
+        """Return the split that is predicted to be the fastest.
+
+        None if it was tried already, or isn't clearly faster than what ran.
+        """
         tried = self._seen.in_stage(Stage.SPLIT)
         failed = sum(isinstance(seen, Failed) for seen in tried)
         if failed >= TRIES:  # a network that fails takes minutes each time
             return None
         wanted = self._predictions.fastest_split
-        if wanted is None or not self._gains(wanted):
+        if wanted is None or not self._is_clearly_faster(wanted):
             return None
         layout = self._predictions.layout(wanted)
         if not layout.traits.together or any(_is_like(layout, seen) for seen in tried):
             return None
         return wanted
 
-    def _gains(self, wanted: Allocation) -> bool:
-        """Whether a split is predicted to be clearly faster than everything that ran."""
+    def _is_clearly_faster(self, allocation: Allocation) -> bool:
+        """Whether an allocation is predicted to be clearly faster than everything that ran."""
         if not self._machine.fitting_splits:
             return True
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
         rates = [turn.samples_per_second for turns in raced for turn in turns.values()]
         best = max(self._best_rate, self._predictions.best_single_rate, *rates)
-        return wanted.samples_per_second > best * (1 + self._budget.least_gain)
+        return allocation.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _probe_first_single(self) -> Probe | None:
         """Return a probe of the fastest single device to run before the first split, or None.
 
-        Used for a requested global batch, where a short search could otherwise end with a split
-        that is slower than one device.
+        It is used for a requested global batch, because a short search could end with nothing but a
+        split that is slower than a single device.
         """
-        # for a fixed batch: a short search could end with only a split, which may be much slower
         if self._problem.global_batch is None or not self._with_splits:
             return None
         if len(self._machine.live) < 2 or self._machine.splits or self._seen.in_stage(Stage.REST):
@@ -145,26 +154,25 @@ class SplitStage:
         split = self._predictions.fastest_split
         if single is None or split is None:
             return self._make_probe(single)
-        after = self._least_seconds(split)
+        reserved = self._least_seconds(split)
         layout = self._predictions.layout(single)
         seconds = self._budget.least_seconds(layout, single.seconds, LONE_STEPS)
         # there is also time for the split
-        if self._budget.has_time(seconds, after):
-            return self._make_probe(single, after)
+        if self._budget.has_time(seconds, reserved):
+            return self._make_probe(single, reserved)
         if single.samples_per_second > split.samples_per_second:
             return self._make_probe(single)
         return None
 
-    def _longest_first_step(self, wanted: Allocation) -> float:
-        """Return the longest step, in seconds, that still fits into the remaining time.
+    def _longest_first_step(self, fastest_split: Allocation) -> float:
+        """Return the longest step, in seconds, that leaves enough time to measure it.
 
-        It limits the first split if the fastest one takes too long to measure.
+        It limits the first split if there is no time to measure `fastest_split`.
         """
-        # `wanted` is the fastest split, whose steps take too long
-        layout = self._predictions.layout(wanted)
-        least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)
+        layout = self._predictions.layout(fastest_split)
+        least = self._budget.least_seconds(layout, fastest_split.seconds, LONE_STEPS)
         # assumed to be the same for a split with shorter steps
-        overhead = least - LONE_STEPS * wanted.seconds
+        overhead = least - LONE_STEPS * fastest_split.seconds
         return (self._budget.seconds - self._budget.spent - overhead) / LONE_STEPS
 
     def _next_single(self) -> Allocation | None:
@@ -190,9 +198,10 @@ class SplitStage:
         return wanted if untried else None
 
     def _never_measured_with_others_idle(self) -> list[int]:
-        """Return the devices that were only measured while others were busy.
+        """Return the devices that were never measured while the others were idle.
 
-        A device isn't listed if an equally fast one was measured alone.
+        A device is left out if an equally fast one was. A single usable device is listed as long as
+        its best batch hasn't been measured.
         """
         if len(self._machine.live) == 1:
             return [i for i in self._machine.live if self._has_new_best_batch(i)]
@@ -202,7 +211,7 @@ class SplitStage:
         return sorted(i for group in groups for i in group)
 
     def _has_new_best_batch(self, position: int) -> bool:
-        """Whether the batch at which the device should be fastest hasn't been measured."""
+        """Whether the batch with which the device should be fastest hasn't been measured yet."""
         wanted = self._predictions.single(position)
         if wanted is None:
             return False
@@ -211,9 +220,9 @@ class SplitStage:
         return all(abs(point.batch - batch) > SAME_BATCH * point.batch for point in points)
 
 
-def _is_like(layout: Layout, seen: Observation) -> bool:
-    """Whether a measured split is the same as this layout, or too similar to measure both."""
-    if isinstance(seen, Timed) and seen.lone:
+def _is_like(layout: Layout, observation: Observation) -> bool:
+    """Whether an observed split is this layout, or too similar to be worth another measurement."""
+    if isinstance(observation, Timed) and observation.lone:
         # after a single step, similar splits aren't measured either
-        return same_measurement(layout, seen.probe.layout)
-    return layout == seen.probe.layout
+        return same_measurement(layout, observation.probe.layout)
+    return layout == observation.probe.layout

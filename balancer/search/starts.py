@@ -1,8 +1,8 @@
 """Estimate how long the processes of a probe take to start, from earlier starts.
 
-This matters because a model with a billion parameters takes 20 s to load. Processes that are
-already running can measure all layouts that differ only in their batch sizes. A process that ran
-out of memory may have exited, and then has to be started again.
+This matters because a model with a billion parameters takes 20 s to load. Once processes are
+running, they can measure all layouts that differ only in their batch sizes. A process that ran out
+of memory may have exited, and then has to be started again.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class StartTimes:
     def __init__(self, seen: Observations, groups_end_others: bool = False) -> None:
         """Read from the observations how long processes took to start.
 
-        `groups_end_others`: whether processes of single devices end when a probe over several
-        devices starts.
+        `groups_end_others` says whether the processes of single devices end when a probe over
+        several devices starts.
         """
         self._seen = seen
         self._timed = seen.timed()
         self._groups_end_others = groups_end_others
 
     def seconds(self, layout: Layout) -> float:
-        """Return how long the processes of a layout are expected to take to start, in seconds.
+        """Return how many seconds the processes of a layout are expected to take to start.
 
-        0 if they are already running.
+        0 if they are already running. The estimate is rather high, because the first starts of a
+        session are the slowest.
         """
         own = self._by_children.get(layout.children)
-        # the estimate is rather high, because the first starts of a session are the slowest
         if not own:
             return 0.0 if layout.children in self._recovered else self._of_new(layout)
         paid = [seconds for seconds in own if seconds]
@@ -57,7 +57,7 @@ class StartTimes:
 
     @cached_property
     def alone(self) -> float:
-        """Longest start of a process for a single device, in seconds; 0 if none is known."""
+        """The longest start of a process for a single device, in seconds; 0 if none is known."""
         return max((seen.restart_seconds for seen in self._seen.timed(Stage.SOLO)), default=0.0)
 
     @cached_property
@@ -77,16 +77,18 @@ class StartTimes:
 
     @cached_property
     def _by_children(self) -> dict[Layout, list[float]]:
-        """Measured start times in seconds, by the set of processes that a layout needs."""
+        """The measured start times in seconds, by the set of processes that a layout needs.
+
+        0 for a probe whose processes were running already.
+        """
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
-            # 0 if the children were already running
             starts[seen.probe.layout.children].append(seen.restart_seconds)
         return dict(starts)
 
     @cached_property
     def _recovered(self) -> set[Layout]:
-        """The sets of processes that kept running after they ran out of memory."""
+        """The sets of processes that have always kept running after they ran out of memory."""
         seen = [one for one in self._seen.in_stage(*STAGES) if isinstance(one, OutOfMemory)]
         return {one.probe.layout.children for one in seen if one.goes_on} - self._exit_counts.keys()
 
@@ -108,9 +110,9 @@ class StartTimes:
         return (self.alone + min(more, GROUP_SECONDS)) * layout.processes
 
     def _pack_seconds(self, processes: int) -> float | None:
-        """Return the expected start of several jobs on one device, in seconds.
+        """Return how many seconds several jobs on one device are expected to take to start.
 
-        Extrapolated from other numbers of jobs; None if none ever started.
+        Extrapolated from other numbers of jobs. None if several jobs were never started.
         """
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:

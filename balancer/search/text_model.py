@@ -30,7 +30,7 @@ class WorkPoint(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """What a step costs on one device: fixed seconds per step, and costs of passes and tokens."""
+    """The cost of a step on one device: fixed seconds, and the seconds of passes and tokens."""
 
     step_s: float
     cost: Cost
@@ -40,13 +40,13 @@ class StepCost(msgspec.Struct, frozen=True):
         return self.step_s + self.cost.seconds_for(work)
 
     def slowed(self, factor: float) -> StepCost:
-        """Return the cost of a device that is `factor` times as slow."""
+        """Return the cost on a device that is slower by `factor`."""
         slower = Cost(*(factor * rate for rate in msgspec.structs.astuple(self.cost)))
         return StepCost(factor * self.step_s, slower)
 
 
 def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
-    """Fit the cost model of a device to measured steps; None if there are too few."""
+    """Fit the cost of a step on a device to its measured steps; None if there are too few."""
     if len(points) < FEWEST_SIZES:
         return None
     works = [(point.work.passes, point.work.padded, point.work.padded_lengths) for point in points]
@@ -63,11 +63,11 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
 def fit_rates(
     rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Fit the cost per unit of each kind of work, by weighted non-negative least squares.
+    """Fit the seconds per unit of each kind of work, by weighted non-negative least squares.
 
-    Each row of `rows` holds the amounts of work of one measurement, for example passes and tokens.
-    `values` are the measured seconds, and `errors` their standard errors. Returns the cost per unit
-    of each amount, and the weighted sum of squared residuals.
+    Each row of `rows` has the amounts of work in one measurement, for example of passes and tokens.
+    `values` are the measured seconds, and `errors` their standard errors. Returns the seconds per
+    unit of each kind, and the weighted sum of squared residuals.
     """
     scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
     columns = [list(column) for column in zip(*scaled, strict=True)]
@@ -83,11 +83,11 @@ def fit_rates(
 def _solve_non_negative(
     columns: Sequence[Sequence[float]], wanted: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Return the non-negative coefficients with the smallest squared residual, and the latter.
+    """Solve a least-squares problem whose coefficients must not be negative.
 
-    It tries every subset of columns, so it is meant for few columns only.
+    Returns the coefficients and the sum of squared residuals. It tries every subset of columns, so
+    it is meant for few columns only. The columns have norm 1, or 0 if they are empty.
     """
-    # the residual is |wanted - sum of rate * column|²; columns have norm 1, or 0 if empty
     if not columns:
         return (), _dot(wanted, wanted)
     *others, last = columns
@@ -135,16 +135,18 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """Return the observations, in the solo stage, of probes of this device."""
-        # layouts with rows of one length, or with a global batch, whose rows have several lengths
-        # and are distributed over passes by cost
+        """Return the observations of this device in the solo stage with layouts for unequal rows.
+
+        Their rows have a single length, or are those of a global batch and are assigned to passes
+        by cost.
+        """
         own = (
             seen for seen in self.seen.in_stage(Stage.SOLO) if seen.probe.layout.shares[position]
         )
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
-        """Return the seconds of each pass that ran with rows of equal length, by token count."""
+        """Return the seconds of each measured pass with rows of one length, by its token count."""
         found = {}
         for seen in self.tried_alone(position):
             layout = seen.probe.layout
@@ -161,7 +163,10 @@ class TextModel(MachineModel):
 
     @cached_property
     def alone(self) -> tuple[StepCost | None, ...]:
-        """The cost model of each device running alone; None where it is unknown."""
+        """The cost of a step on each device alone; None where it is unknown.
+
+        Other devices may compute at the same time, each in its own process.
+        """
         found: dict[int, StepCost | None] = {}
         for group in group_by(self.live, self._same_speed):
             cost = fit_step_cost([point for i in group for point in self._points_alone(i).values()])
@@ -169,7 +174,7 @@ class TextModel(MachineModel):
         return tuple(map(found.get, range(self.problem.devices)))
 
     def _same_speed(self, one: int, other: int) -> bool:
-        """Whether two devices are equally fast, within noise, in all steps that both ran."""
+        """Whether two devices took the same time, within noise, for all steps that both ran."""
         ours = self._points_alone(one)
         theirs = self._points_alone(other)
         gaps = []
@@ -181,8 +186,10 @@ class TextModel(MachineModel):
         return is_noise(gaps)
 
     def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
-        """Return the device's measured steps, by rows, micro-batch and row length."""
-        # the row length is 0 for rows of several lengths
+        """Return the device's measured steps, by its rows, micro-batch and row length.
+
+        The row length is 0 for rows of several lengths.
+        """
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
             layout = seen.probe.layout
@@ -194,7 +201,10 @@ class TextModel(MachineModel):
 
     @cached_property
     def costs(self) -> tuple[StepCost | None, ...]:
-        """The cost model of each device while the others compute too; None where unknown."""
+        """The cost of a step on each device while it trains with the others.
+
+        None where it is unknown.
+        """
         return tuple(
             one and one.slowed(self._contention_factor(i, one)) for i, one in enumerate(self.alone)
         )
@@ -213,15 +223,15 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """Return the known cost models of devices that train together, or of one alone."""
+        """Return the known costs of devices that train together, or of a single device alone."""
         costs = self.costs if len(positions) > 1 else self.alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return each device's predicted compute seconds in a measured split.
+        """Return the predicted compute seconds of each device in a measured split.
 
-        Devices without a cost model are left out.
+        Devices without a known cost are left out.
         """
         found = []
         for position in split.probe.layout.active:
@@ -235,7 +245,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def token_limits(self) -> tuple[int, ...]:
-        """The most tokens of a pass, with padding, that fit on each device; 0 if unknown."""
+        """The most tokens of a pass, including padding, that fit on each device; 0 if unknown."""
         return tuple(self._token_limit(self.memory(i)) for i in range(self.problem.devices))
 
     @staticmethod
@@ -249,7 +259,7 @@ class TextModel(MachineModel):
         return max(memory.largest_ran, int(min(predicted, below_failed)))
 
     def memory(self, position: int) -> Memory:
-        """Return how the device's memory use depends on the tokens of a pass."""
+        """Return how the device's memory use depends on the number of tokens in a pass."""
         points: dict[int, int] = {}
         full: list[int] = []
         for seen in (
@@ -280,11 +290,11 @@ class TextModel(MachineModel):
 
     @cached_property
     def devices_with_cost(self) -> tuple[int, ...]:
-        """The positions of the usable devices that have a cost model."""
+        """The positions of usable devices whose cost is known."""
         return tuple(i for i in self.live if self.alone[i] is not None)
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
-        """Return the layout that divides a batch among these devices by the cost of its rows."""
+        """Return the layout that assigns a batch to these devices by the cost of its rows."""
         devices = range(self.problem.devices)
         batches = [one.sizes for one in self._batches(positions, batch)]
         sizes = [sum(each) for each in zip(*batches, strict=True)]
@@ -298,9 +308,9 @@ class TextModel(MachineModel):
         )
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
-        """Return the predicted step time, in seconds, averaged over sample batches of the data.
+        """Return the predicted step time in seconds, as a mean over sample batches of the data.
 
-        The gradient exchange is included.
+        Gradient exchange is included.
         """
         beside_passes = [one.step_s for one in self._costs_of(positions)]
         steps = [
@@ -320,7 +330,7 @@ class TextModel(MachineModel):
         )
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return the predicted samples/s of a layout; 0 if a device has no cost model."""
+        """Return the predicted samples/s of a layout; 0 if the cost of a device is unknown."""
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}
         # a cost that was fitted to small passes predicts too little time for large ones
@@ -352,7 +362,7 @@ class TextModel(MachineModel):
     def batch(self) -> int:
         """The global batch: the requested one, or else the smallest that is fast enough.
 
-        Fast enough is within the tolerance of the fastest batch.
+        A batch is fast enough if it is slower than the fastest by at most the tolerance.
         """
         problem = self.problem
         if problem.global_batch is not None:
@@ -365,7 +375,7 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= least)
 
     def _free_batches(self) -> list[int]:
-        """Return the global batches to choose from, each twice as large as the one before."""
+        """Return the global batches to choose from; each is twice as large as the one before."""
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)
@@ -386,8 +396,10 @@ class TextModel(MachineModel):
 def _draw_batches(
     ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int
 ) -> Sequence[RowAssignment]:
-    """Draw sample batches of row lengths from the data, and assign their rows to the devices."""
-    # the same rows in every search
+    """Draw sample batches of row lengths from the data, and assign their rows to the devices.
+
+    The same lengths are drawn in every search.
+    """
     factor, prime = _DRAW
     rows = range(max(batch, DRAWN_ROWS // batch * batch))
     drawn = [lengths[pow(factor, row + 1, prime) * len(lengths) // prime] for row in rows]

@@ -1,6 +1,6 @@
-"""Measures devices and splits for rows of unequal length: single passes, then whole batches.
+"""Measure devices and splits for rows of unequal length: single passes first, then whole batches.
 
-Each device's cost is determined by four kinds of passes:
+The cost of rows on a device is determined by four kinds of passes:
 
 - a small pass
 - larger passes of the longest rows, until they take clearly longer
@@ -11,8 +11,8 @@ All devices run at the same time. A small pass says nothing about the cost of to
 where launching kernels takes longer than computing them. The larger passes show it.
 
 To test the costs, the global batch is then measured on each device alone, and in the layout over
-several devices that should be fastest according to the costs. More such layouts follow while the
-compute times of the last one lead to a different assignment of rows.
+several devices that should be the fastest according to the costs. More such layouts follow while
+the compute times of the last one lead to a different assignment of rows.
 """
 
 from __future__ import annotations
@@ -38,12 +38,16 @@ PASS_SECONDS = 2.0
 
 
 class TextStage:
-    """Measures the cost of rows by length, then real batches shared by these costs."""
+    """Chooses what to measure to find out the cost of rows by their length.
 
-    def __init__(self, machine: TextModel, budget: Budget, splits: bool) -> None:
+    At first, these are passes with rows of one length. Then they are real batches, whose rows are
+    assigned to devices by this cost.
+    """
+
+    def __init__(self, machine: TextModel, budget: Budget, with_splits: bool) -> None:
         self._machine = machine
         self._budget = budget
-        self._with_splits = splits
+        self._with_splits = with_splits
         self._problem = machine.problem
 
     def next_probes(self) -> tuple[Probe, ...]:
@@ -52,17 +56,19 @@ class TextStage:
         probes = self._probe_alone(passes)
         if not probes:
             probes = self._probe_alone(
-                {i: self._next_whole(i) for i in self._machine.devices_with_cost}
+                {i: self._next_global_batch(i) for i in self._machine.devices_with_cost}
             )
         if not probes and self._with_splits:
             probes = self._next_split()
         return probes
 
-    def _probe_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
-        """Return a probe of each layout on its device; empty if there isn't time for all."""
-        # the keys are positions; None means that the device has nothing to measure
-        layouts = {i: layout for i, layout in wanted.items() if layout}
-        costs_known = all(self._machine.alone[i] for i in wanted)
+    def _probe_alone(self, layout_by_device: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
+        """Return a probe of each layout on its device; empty if there isn't time for all of them.
+
+        The keys are device positions. None means that the device has nothing to measure.
+        """
+        layouts = {i: layout for i, layout in layout_by_device.items() if layout}
+        costs_known = all(self._machine.alone[i] for i in layout_by_device)
         ends_with: Stage = Stage.SOLO if costs_known else Stage.RACE  # no plan without costs
         if not all(self._budget.affords(layout, ends_with) for layout in layouts.values()):
             return ()
@@ -78,7 +84,7 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the device's next measurement with rows of one length; None when done."""
+        """Return the next layout with rows of one length to measure on a device; None when done."""
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._list_passes_to_measure(position):
             if layout not in tried:
@@ -86,9 +92,10 @@ class TextStage:
         return None
 
     def _list_passes_to_measure(self, position: int) -> Iterator[Layout]:
-        """Yield layouts with rows of one length whose step times reveal the device's costs.
+        """Yield the layouts on one device whose step times show what rows cost on it.
 
-        They differ in the rows' length, and in the number of rows and passes.
+        The rows of each layout have a single length. Layouts differ in this length, and in the
+        numbers of rows and passes.
         """
         middle = self._quantile(MIDDLE)
         longest = self._problem.lengths[-1]
@@ -117,7 +124,7 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """Whether a pass of more tokens should be measured to learn the cost of a token.
+        """Whether a pass of more tokens should be measured to find out the cost of a token.
 
         It should if all passes so far took about the same time, and if the larger one may fit in
         memory and in the remaining time.
@@ -136,14 +143,17 @@ class TextStage:
 
     # ------------------------------------------------------------------ global batches
 
-    def _next_whole(self, position: int) -> Layout | None:
-        """Return a layout with the whole global batch on one device; None if that was tried."""
+    def _next_global_batch(self, position: int) -> Layout | None:
+        """Return the layout with the global batch on one device, or None if there is none to try.
+
+        After running out of memory, it has smaller passes. None after a success or too many
+        attempts.
+        """
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
         if ended or not self._machine.can_hold((position,)):
             return None
         layout = self._machine.layout((position,), self._machine.batch)
-        # smaller passes after running out of memory
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
     def _next_split(self) -> tuple[Probe, ...]:

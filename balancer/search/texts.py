@@ -1,4 +1,4 @@
-"""Propose layouts for training runs whose rows have unequal lengths."""
+"""Choose layouts for rows of unequal length."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .text_model import TextModel
 class TextPolicy:
     """Chooses which layouts to compare, for workloads whose rows differ in length.
 
-    Rows are assigned to devices by what their length costs. `RowPolicy` does the same for rows that
-    all cost the same.
+    Rows are assigned to devices by what they cost, which depends on their length. `RowPolicy` does
+    the same for rows that all cost the same.
     """
 
     def __init__(self, machine: TextModel) -> None:
@@ -26,25 +26,25 @@ class TextPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return the reason why no layout can work, or None.
+        """Return why no layout can work, or None.
 
-        The only reason is a row that is too long for every device's memory.
+        The only possible reason is a row that is too long for every device's memory.
         """
         return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
     def is_sensible(self, layout: Layout) -> bool:
         """Whether the layout may become the plan.
 
-        Excluded are probes with rows of a single length.
+        It may not if it was only a probe with rows of a single length.
         """
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
-    def apart_seconds(self, _layout: Layout) -> float | None:
-        """Return None: how long a device would need for its rows alone isn't measured."""
+    def seconds_alone(self, _layout: Layout) -> float | None:
+        """Return None, because the time of a device for its rows alone isn't known here."""
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return empty curves, because plans for rows of unequal length hold costs instead."""
+        """Return empty curves, because plans for rows of unequal length have costs instead."""
         return NO_CURVE * len(layout.shares)
 
     # ------------------------------------------------------------------ candidates
@@ -67,18 +67,19 @@ class TextPolicy:
     def best_splits(self) -> list[Layout]:
         """Return the layouts over several devices that belong in the final comparison.
 
-        These are the fastest one measured, and the last one, whose rows are assigned by the
-        best-known costs.
+        They are the fastest measured one, and the last measured one, whose rows were assigned by
+        the most accurate costs.
         """
         ran = self.machine.fitting_splits
         by_rate = sorted(ran, key=lambda one: -one.samples_per_second)
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))
 
-    def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return a layout with equal row counts, on the devices of the first split.
+    def even_splits(self, splits: Sequence[Layout], with_fewer_devices: bool) -> list[Layout]:
+        """Return a layout with an equal number of rows on each device of the first split.
 
-        Its micro-batches are small enough for rows of the longest length. Empty if there is no
-        split.
+        Rows are taken in the order of the data, as in training without a plan. Micro-batches are so
+        small that they fit even if all rows have the longest length. Empty if there is no split, or
+        if that doesn't fit.
         """
         if not splits:
             return []

@@ -1,4 +1,4 @@
-"""How much of the budget is left, and what a probe costs besides its timed steps."""
+"""Compute how much of a search's budget is left, and what a probe costs besides its timed steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SHORTEST_LONE_STEP = 0.5
 # steps of the shortest probe that shows its noise: a first one, two for warm-up, three that are
 # timed (block_timing.FEWEST_BLOCKS)
 CERTAIN_STEPS = 6
-# an exploring probe gets 1 / SURPRISE of the remaining time, because steps beyond a level curve may
+# a probe of exploration gets 1 / SURPRISE of the remaining time, because steps beyond a plateau may
 # turn out long, and other batches may matter more; but slow and noisy steps need that much time
 SURPRISE = 10
-# factor by which a lone-step probe on a level curve may exceed the remaining time in the worst
-# case, a step that takes longer in proportion to the batch: most steps don't, and if one does, the
-# best measured layout remains the plan
+# factor by which the probe of a single step after a plateau may exceed the remaining time in the
+# worst case, which is a step time that grows in proportion to the batch; it mostly doesn't, and if
+# it does, the best measured layout remains the plan
 BOLD = 2.0
 # fraction of the budget at which exploration and later turns stop, because probes may overrun
 LATER_TURNS_END_BY = 0.95
@@ -37,7 +37,7 @@ EXPLORES = 0.4
 
 
 class TimeLeft:
-    """How much time a search has left, and how long steps may be to fit into it."""
+    """How much time a search has left, and how long steps may take to fit into it."""
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
         self._devices = problem.devices
@@ -52,14 +52,13 @@ class TimeLeft:
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
-        """Return how many times larger the next batch may be than the last one.
+        """Return how many times larger the next batch may be than the largest one so far.
 
-        The remaining time limits it, on the assumption that the step time grows in proportion to
-        the batch. `step_seconds` is the step time of the largest batch so far. The result is at
-        least 1, and infinite for a step time of 0.
+        `step_seconds` is the step time of the largest batch so far. If that time doesn't rise with
+        the batch yet, nothing is known about larger batches. So the step time is assumed to grow in
+        proportion to the batch, and the remaining time limits the factor. The result is at least 1,
+        and infinite for a step time of 0.
         """
-        # a step is assumed to take longer in proportion to the batch, because a level curve shows
-        # nothing about larger batches
         if not step_seconds:
             return math.inf
         if self.takes_lone_steps(step_seconds):
@@ -75,27 +74,27 @@ class TimeLeft:
         longest = LONGEST_PROBE_SECONDS / (FEWEST_STEPS + self.tuning_steps)
         return min(longest, left / (fewest + self.tuning_steps))
 
-    def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
+    def takes_lone_steps(self, step_seconds: float, fraction: float = 1 / SURPRISE) -> bool:
         """Whether steps are so slow that a probe should time just one.
 
-        A longer probe would take more than the fraction `part` of the remaining time.
+        This is so if a probe that shows the noise of steps would take more than `fraction` of the
+        remaining time. It is better to measure several batches with an error of 3 % than a few
+        exactly.
         """
-        # more steps would show the noise, but it is better to measure several batches with an error
-        # of 3 % than a few exactly
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
         left = max(0.0, self.seconds - self.spent)
-        return CERTAIN_STEPS * step_seconds > part * left
+        return CERTAIN_STEPS * step_seconds > fraction * left
 
     def fewest_steps(self, step_seconds: float) -> int:
-        """Return how many steps a probe needs at least, including a first one that isn't timed."""
+        """Return the fewest steps that a probe needs, including a first one that isn't timed."""
         return LONE_STEPS if self.takes_lone_steps(step_seconds) else FEWEST_STEPS
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """Whether timing a single step is much shorter than timing several.
+        """Whether timing a single step takes much less time than timing several.
 
-        It isn't if the first step is slow because kernels are tuned in it.
+        It doesn't if the first step is slow because kernels are tuned in it.
         """
         return self.tuning_steps <= CERTAIN_STEPS
 
@@ -105,7 +104,7 @@ class TimeLeft:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """Median time that probes spend on warm-up and other untimed work, in seconds.
+        """Median of the seconds that probes spend on warm-up and other untimed work.
 
         The start of processes isn't included.
         """
@@ -113,13 +112,16 @@ class TimeLeft:
 
     @cached_property
     def lone_overhead_seconds(self) -> float:
-        """Median time by which the first step of a probe is longer than later ones, in seconds."""
+        """Median of how many seconds longer the first step of a probe takes than later ones."""
         found = [first_step_overhead(seen) for seen in self._seen.timed(*EXPLORATION)]
         return median(found or [0.0])
 
     @cached_property
     def tuning_steps(self) -> float:
-        """How long the first step spends on tuning, such as choosing kernels, in step times."""
+        """How long the first step spends on tuning, such as choosing kernels.
+
+        The unit is the duration of a later step: 2.0 means that tuning takes as long as two steps.
+        """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed(Stage.SOLO):
             layout = seen.probe.layout
@@ -137,11 +139,11 @@ class TimeLeft:
         return median(found or [0.0])
 
 
-def untimed_seconds(seen: Timed) -> float:
-    """Return the seconds that a probe spent on neither process start nor timed steps."""
-    return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)
+def untimed_seconds(timed: Timed) -> float:
+    """Return the seconds of a probe that aren't part of its process start or of its timed steps."""
+    return max(0.0, timed.elapsed_seconds - timed.start_seconds - timed.steps * timed.step_seconds)
 
 
-def first_step_overhead(seen: Timed) -> float:
-    """Return by how many seconds the first step was longer than later ones; at least 0."""
-    return max(0.0, seen.first_step_seconds - seen.step_seconds)
+def first_step_overhead(timed: Timed) -> float:
+    """Return how many seconds longer the first step took than later ones; at least 0."""
+    return max(0.0, timed.first_step_seconds - timed.step_seconds)

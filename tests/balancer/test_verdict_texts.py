@@ -210,7 +210,7 @@ def a_split_whose_parts_take_as_long_as_the_whole() -> Verdict:
     return one_device(
         standing(SPLIT, 1223, -0.0907),
         sync_seconds=0.0004,
-        apart_seconds={SPLIT.layout: 0.9 * 256 / 1345},
+        seconds_alone={SPLIT.layout: 0.9 * 256 / 1345},
         request=FIXED,
     )
 
@@ -222,7 +222,7 @@ def a_loss_that_nothing_measured_covers() -> Verdict:
         result(SOLO, 256 / 0.0028),
         [standing(SPLIT, 256 / 0.0072, 2.8 / 7.2 - 1)],
         sync_seconds=0.00016,
-        apart_seconds={SPLIT.layout: 0.0017},
+        seconds_alone={SPLIT.layout: 0.0017},
         request=FIXED,
     )
 
@@ -275,7 +275,7 @@ def what_is_missing_of_the_sum_is_the_exchange() -> Verdict:
 
 @verdict
 def what_is_missing_of_the_sum_is_the_longest_share() -> Verdict:
-    return summed(apart_seconds={SPLIT.layout: 0.25})
+    return summed(seconds_alone={SPLIT.layout: 0.25})
 
 
 @verdict
@@ -285,7 +285,7 @@ def what_is_missing_of_the_sum_is_partly_the_exchange() -> Verdict:
 
 @verdict
 def what_is_missing_of_the_sum_is_small_batches_and_the_exchange() -> Verdict:
-    return summed(sync_seconds=0.06, apart_seconds={SPLIT.layout: 0.18})
+    return summed(sync_seconds=0.06, seconds_alone={SPLIT.layout: 0.18})
 
 
 @verdict

@@ -1,7 +1,7 @@
 """Cut an image into tiles on several devices, which copy borders from each other.
 
 The result equals the whole image's result exactly. Each output tile of a layer is a range of rows
-and columns. The tile's device has most of the input for it, copies the rest from neighbouring
+and columns. The tile's device has most of the input for it, copies the rest from neighboring
 tiles, and pads with zeros outside the image. Nothing is computed twice and nothing is approximated,
 so sizes that don't divide evenly need no special case.
 """

@@ -1,1 +1,1 @@
-"""Model time and memory of devices from a few measurements."""
+"""Models of the step time and memory of devices, fitted to a few measurements."""

@@ -123,10 +123,10 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
     return found
 
 
-def _may_blame_passes(position: int, seen: Observation) -> bool:
+def _may_blame_passes(position: int, observation: Observation) -> bool:
     """Whether a probe failed that used gradient accumulation, which may be the cause."""
-    failed = isinstance(seen, Failed) and seen.cause != "device"
-    return failed and seen.probe.layout.passes(position) > 1
+    failed = isinstance(observation, Failed) and observation.cause != "device"
+    return failed and observation.probe.layout.passes(position) > 1
 
 
 def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
@@ -165,16 +165,16 @@ def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observat
     return any(isinstance(seen, OutOfMemory) and seen.fits_no_rows for seen in alone)
 
 
-def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
+def _out_of_memory(store: Observations, position: int, observation: Observation) -> bool:
     """Whether a probe ran out of memory on this device, and would do so again."""
-    if isinstance(seen, Failed):
-        return _too_large(store, position, seen)
+    if isinstance(observation, Failed):
+        return _too_large(store, position, observation)
     # other processes may have held memory that they have released since
-    if not isinstance(seen, OutOfMemory) or not store.is_still_full(position, seen):
+    if not isinstance(observation, OutOfMemory) or not store.is_still_full(position, observation):
         return False
-    if seen.devices:
-        return position in seen.devices
-    layout = seen.probe.layout
+    if observation.devices:
+        return position in observation.devices
+    layout = observation.probe.layout
 
     def strain(i: int) -> tuple[float, int]:
         return layout.pass_rows[i] / store.largest_alone(i), -i
@@ -183,13 +183,13 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
     return position == max(layout.active, key=strain)
 
 
-def _too_large(store: Observations, position: int, seen: Failed) -> bool:
+def _too_large(store: Observations, position: int, failure: Failed) -> bool:
     """Whether a probe probably failed because its batch is too large for a kernel.
 
     This is assumed if the batch was larger than every batch that ran on the device.
     """
-    layout = seen.probe.layout
-    if layout.active != (position,) or layout.in_passes or seen.cause == "device":
+    layout = failure.probe.layout
+    if layout.active != (position,) or layout.in_passes or failure.cause == "device":
         return False
     ran = store.largest_alone(position)
     # the device remains usable with smaller batches
@@ -292,15 +292,15 @@ def _typical_noise(seen: Iterable[Timed]) -> float:
     return median(noises or [0.0])
 
 
-def _own_seconds(seen: Timed, position: int) -> float:
+def _own_seconds(timed: Timed, position: int) -> float:
     """Return the device's compute time in a step, in seconds; 0 if unknown.
 
     If it wasn't reported and the device ran alone, this is the whole step time.
     """
-    own = seen.device_seconds[position]
+    own = timed.device_seconds[position]
     if own:
         return own
-    return seen.step_seconds if seen.probe.layout.traits.alone else 0.0
+    return timed.step_seconds if timed.probe.layout.traits.alone else 0.0
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
@@ -340,20 +340,20 @@ def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
                 yield moved if moved > CLEAR * error else 0.0
 
 
-def relative_error(seen: Timed) -> float:
+def relative_error(timed: Timed) -> float:
     """Return the relative standard error of a measured step time, by its interval."""
-    if seen.step_seconds <= 0:
+    if timed.step_seconds <= 0:
         return 1.0
-    half = (seen.high_seconds - seen.low_seconds) / 2
-    return half / seen.step_seconds / student(TYPICAL_BLOCKS - 1)
+    half = (timed.high_seconds - timed.low_seconds) / 2
+    return half / timed.step_seconds / student(TYPICAL_BLOCKS - 1)
 
 
-def step_error(seen: Timed) -> float:
+def step_error(timed: Timed) -> float:
     """Return the relative standard error of a measured step time.
 
     If the probe timed a single step, which has no interval, it is a typical value.
     """
-    return LONE_ERROR if seen.lone else relative_error(seen)
+    return LONE_ERROR if timed.lone else relative_error(timed)
 
 
 # ---------------------------------------------------------------------- equally fast devices

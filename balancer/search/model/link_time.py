@@ -1,9 +1,9 @@
-"""Predict the time of a gradient exchange from the speed of the link between devices.
+"""Predict how long a gradient exchange takes from the speed of the link between devices.
 
 A ring all-reduce over n ranks sends 2 (n - 1) / n times the bytes of the gradients over each link.
-It overlaps with computation, so only the part that computation doesn't hide prolongs a step.
-Predicted times are lower bounds: an estimate that is too high could make a search reject a good
-layout. This module has no side effects.
+It overlaps with computation, so only the part that computation doesn't hide prolongs a step. The
+predictions are lower bounds, because an estimate that is too high could make a search reject a good
+layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHARDS_REDUCES = 1.5
 
 
 def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the predicted seconds of a ring all-reduce of `size` bytes.
+    """Return the predicted seconds of a ring all-reduce of `size` bytes over a number of ranks.
 
     0 for a single rank, or if the link's speed is unknown.
     """
@@ -35,7 +35,7 @@ def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
 
 
 def shard_pass_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the predicted transfer time, in seconds, of one pass of sharded training.
+    """Return how many seconds one pass of sharded training is predicted to transfer data.
 
     `size` is the bytes of all parameters. Latency isn't included.
     """

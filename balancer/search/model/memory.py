@@ -146,15 +146,15 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
             wanted = self._middle(self.smallest_failed)
         return min(cap, max(quantum, wanted)) // quantum * quantum
 
-    def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
+    def largest_in_split(self, cap: int, quantum: int = 1, beyond_largest_ran: bool = False) -> int:
         """Return the largest micro-batch to try in a step over several devices.
 
-        It is the predicted limit. Without a prediction, it is the largest batch that ran. With
-        `bold`, it may then be larger than that. The result is a multiple of `quantum`, and at most
+        It is the predicted limit. Without a prediction, it is the largest batch that ran or, with
+        `beyond_largest_ran`, a larger one. The result is a multiple of `quantum`, and at most
         `cap`.
         """
         unknown = self.limit_bytes is None or self.line is None
-        if (unknown and not bold) or self._line_is_refuted:
+        if (unknown and not beyond_largest_ran) or self._line_is_refuted:
             return min(self.largest_ran, cap) // quantum * quantum
         return self.largest_to_try(cap, quantum)
 

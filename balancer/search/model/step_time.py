@@ -120,29 +120,29 @@ def _curve_through_one(point: Point) -> Curve:
     return Curve(batches, times, point.seconds / point.batch, True, point.error)
 
 
-def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
+def merge_points(points: Iterable[Point], batch_tolerance: float = SAME_BATCH) -> list[Point]:
     """Average measurements with nearly the same batch and the same time within noise.
 
-    `near` is the largest relative difference of two batches that are averaged. The result is in
-    increasing order of batch.
+    `batch_tolerance` is the largest relative difference of two batches that are averaged. The
+    result is in increasing order of batch.
     """
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
         last = groups[-1] if groups else []
-        if last and (point.batch == last[-1].batch or _is_same(last[0], point, near)):
+        if last and (point.batch == last[-1].batch or _is_same(last[0], point, batch_tolerance)):
             last.append(point)
         else:
             groups.append([point])
     return [_average(group) for group in groups]
 
 
-def _is_same(one: Point, other: Point, near: float) -> bool:
+def _is_same(one: Point, other: Point, batch_tolerance: float) -> bool:
     """Whether two measurements have nearly the same batch, and the same time within noise."""
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     # beyond noise, the time may jump between the batches
     larger = other.batch / one.batch - 1
     return not larger or (
-        larger <= near and abs(other.seconds / one.seconds - 1) <= larger + errors
+        larger <= batch_tolerance and abs(other.seconds / one.seconds - 1) <= larger + errors
     )
 
 

@@ -136,14 +136,14 @@ def test_in_a_split_only_what_ran_is_tried_where_bytes_are_unknown() -> None:
     unknown = Memory(None, (), 64)
     assert unknown.largest_in_split(10**6) == 64
     assert unknown.largest_in_split(60, 8) == 56
-    assert unknown.largest_in_split(10**6, bold=True) == 512
+    assert unknown.largest_in_split(10**6, beyond_largest_ran=True) == 512
     assert (
         Memory(31_000, LINE, 200, smallest_failed=400, failure_count=2).largest_in_split(10**6)
         > 290
     )
     assert (
         Memory(31_000, LINE, 200, smallest_failed=250, failure_count=3).largest_in_split(
-            10**6, bold=True
+            10**6, beyond_largest_ran=True
         )
         == 200
     )

@@ -122,18 +122,18 @@ def test_a_lone_step_needs_slow_steps_and_a_budget() -> None:
 
 def test_exploring_with_lone_steps_leaves_no_more_than_the_time_for_what_comes_after_it() -> None:
     found = budget(timed(solo(2, 0, 8), elapsed_seconds=45.0))
-    assert found.has_time(30, after=20, step_seconds=10.0)
-    assert not found.has_time(30, after=20.1, step_seconds=10.0)
+    assert found.has_time(30, reserved=20, step_seconds=10.0)
+    assert not found.has_time(30, reserved=20.1, step_seconds=10.0)
 
 
 def test_a_round_takes_a_part_of_what_is_left_and_leaves_the_time_of_the_first_split() -> None:
     found = budget(timed(solo(2, 0, 8), elapsed_seconds=45.0))
     assert found.has_time(0.4 * 50)
     assert not found.has_time(0.4 * 50 + 0.1)
-    assert found.has_time(0.2 * 50, after=1)
-    assert not found.has_time(0.2 * 50 + 0.1, after=1)
-    assert found.has_time(10, after=40)
-    assert not found.has_time(10, after=40.1)
+    assert found.has_time(0.2 * 50, reserved=1)
+    assert not found.has_time(0.2 * 50 + 0.1, reserved=1)
+    assert found.has_time(10, reserved=40)
+    assert not found.has_time(10, reserved=40.1)
 
 
 @pytest.mark.parametrize(
