@@ -1,4 +1,9 @@
-"""Train one model on devices of unequal speed: read plans and report steps to the monitor."""
+"""Train one model on devices of unequal speed.
+
+`load_plan` reads a plan, `report` reports training steps to the monitor, and `metrics` returns
+metrics for experiment trackers. The classes for training by a plan are in `evener.torch`,
+`evener.huggingface`, `evener.lightning` and `evener.keras`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exceptions that evener raises for faults a user can correct."""
+"""Exceptions for problems that a user can correct."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .printable import printable
 class EvenerError(Exception):
     """Base class of evener's errors, with a message, a remedy and an exit code.
 
-    `str()` joins the message and the remedy.
+    `str()` returns the message followed by the remedy.
     """
 
-    # terminal control characters are replaced in the message and the remedy
+    # control characters are replaced in both
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 2
@@ -32,7 +32,7 @@ class EvenerError(Exception):
 
 
 class RequestError(EvenerError):
-    """A request, option or file that the user gave is invalid."""
+    """An error for an invalid request, option or file of the user."""
 
     kind = "request"
     exit_code = 2
@@ -42,9 +42,9 @@ class RequestError(EvenerError):
 def as_request_error(
     what: str, remedy: str, kind: type[RequestError] = RequestError
 ) -> Iterator[None]:
-    """Context manager: turn an OSError or ValueError into an error of class `kind`.
+    """A context manager that raises an error of class `kind` for an OSError or ValueError in it.
 
-    `what` says what failed; the system's reason is added to it.
+    `what` says in the message what failed, and the system's reason follows it.
     """
     try:
         yield
@@ -53,20 +53,20 @@ def as_request_error(
 
 
 class PlanError(RequestError):
-    """A plan is invalid, or doesn't match the devices or the model."""
+    """An error for a plan that is invalid, or doesn't match the devices or the model."""
 
     kind = "plan"
 
 
 class DeviceError(EvenerError):
-    """A device or a host is missing, or doesn't work."""
+    """An error for a device or a host that is missing or doesn't work."""
 
     kind = "device"
     exit_code = 3
 
 
 class NoLayoutError(EvenerError):
-    """No layout of the model can be trained on the requested devices."""
+    """An error for a model that can't be trained on the requested devices in any layout."""
 
     kind = "no_layout"
     exit_code = 1

@@ -1,4 +1,4 @@
-"""Import the names of a package when they are first used."""
+"""Import the public names of a package only when they are used."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for `package` that imports each name from its module in `homes`."""
+def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a `__getattr__` function for a package that imports its names when they are used.
+
+    `modules` maps each name to the module that defines it.
+    """
 
     def find(name: str) -> Any:
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name]), name)
+        return getattr(import_module(modules[name]), name)
 
     return find

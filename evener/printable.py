@@ -1,4 +1,4 @@
-"""Make text safe for the terminal, and print messages."""
+"""Make text safe to print in a terminal, and print messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ CONTROLS = ("Cc", "Cf", "Zl", "Zp")  # Unicode's control, format and separator c
 
 
 def printable(text: str) -> str:
-    """Return the text with spaces for control characters and "?" for invalid ones."""
+    """Return a text with spaces in place of control characters.
+
+    Characters that UTF-8 can't encode become "?".
+    """
     if text.isprintable():
         return text
     return "".join(map(_replace, text))
@@ -24,21 +27,22 @@ def _replace(sign: str) -> str:
 
 
 def plain(text: str, limit: int = 500) -> str:
-    """Return printable text of at most `limit` characters, ending in "…" if it was cut."""
+    """Return a text without control characters, cut off with "…" after `limit` characters."""
     clean = printable(text)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
 
 def print_notice(*lines: str) -> None:
-    """Print lines to standard error, each after "evener: "."""
+    """Print lines to standard error, each with the prefix "evener: "."""
     for line in lines:
         print(f"evener: {plain(line, 1000)}", file=sys.stderr, flush=True)
 
 
 def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
-    """Format rows as lines with aligned columns.
+    """Return a line of text for each row of a table, with aligned columns.
 
-    Columns from index `numbers_from` on are aligned to the right. Raises IndexError without rows.
+    Columns from the index `numbers_from` on are right-aligned. Raises IndexError if there are no
+    rows.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

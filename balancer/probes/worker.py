@@ -278,7 +278,9 @@ class Worker:
             before, self._use = self._use, read_process_use()
             # processes of this search aren't named: the fork server is their ancestor
             server, own = self._server_pid, os.getpid()
-            self._takers = name_competitors(before, self._use, server, starved.throttled_s, own=own)
+            self._takers = name_competitors(
+                before, self._use, server, starved.throttled_s, training_pid=own
+            )
         return self._takers
 
     def _check_loss_and_report(

@@ -455,4 +455,4 @@ def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cu
             raise RequestError(
                 f"A ratio of {ratio!r} gives a device no samples.", "Leave that device out."
             )
-    return Cut(chosen, floors=True)
+    return Cut(chosen, rounds_down=True)

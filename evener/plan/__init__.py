@@ -1,1 +1,1 @@
-"""The plan file: its format, its checks, and changes of its shares."""
+"""The plan file: its format, its checks, and new shares for the devices that remain."""

@@ -19,11 +19,17 @@ def check_fit(
     global_batch: int | None = None,
     framework: str | None = None,
 ) -> tuple[str, ...]:
-    """Check a plan against the training run, and return warnings about differences.
+    """Check that a plan fits a training run, and return warnings about differences.
 
-    None skips a comparison, as does an empty digest in the plan. `world` is the number of
-    processes. Raises PlanError if the plan can't be used here, or for any warning if `strict` is
-    set.
+    - `devices`: ids of the devices.
+    - `world`: number of processes.
+    - `workload_digest`: digest of the model.
+    - `strict`: whether to raise an error for a warning, too.
+    - `global_batch`: rows per step; by default the plan's.
+    - `framework`: "torch" or "tensorflow".
+
+    What is None isn't compared, and neither is a digest that the plan doesn't have. Raises
+    PlanError if the plan can't be used here.
     """
     # a placement has no batches; a pack's batch is that of each of its training runs
     if plan.layout.traits.placed:
@@ -46,9 +52,10 @@ def check_fit(
 
 
 def check_global_batch(global_batch: int, devices: int) -> int:
-    """Return the global batch as an int.
+    """Return a global batch as an int, after checking that it has a row for each device.
 
-    Raises PlanError if it isn't a whole number with at least one row for each of `devices` devices.
+    `devices` is the number of devices. Raises PlanError if the batch isn't a whole number or has
+    fewer rows.
     """
     whole = whole_number(global_batch)
     if whole is None or whole < devices:
@@ -60,7 +67,7 @@ def check_global_batch(global_batch: int, devices: int) -> int:
 
 
 def describe(share: Share) -> str:
-    """Return a device's label, followed by its product name if it has one."""
+    """Return the label of a share's device, followed by its product name if it has one."""
     named = share.name and share.name not in (share.device, share.label)
     return f"{share.label} ({share.name})" if named else share.label
 
@@ -88,8 +95,11 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
 def _list_differences(
     plan: Plan, devices: Sequence[str] | None, workload_digest: str | None, framework: str | None
 ) -> Iterator[str]:
-    """Yield a sentence for each difference in devices, model or framework."""
-    # by their ids, as in the plan and in what `evener devices` prints
+    """Yield a sentence for each difference between the plan and what is here.
+
+    Devices, model and framework are compared.
+    """
+    # devices are named by their ids, as `evener devices` prints them
     missing = [
         f"{share.name} ({share.device})" if share.name else share.device
         for share in plan.layout.active

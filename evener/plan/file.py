@@ -1,7 +1,7 @@
 """Read and write plans, as TOML or JSON.
 
-Reading is strict: an unknown key, a ratio that doesn't match its batch, or a newer schema raises an
-error that names the key. Writing is atomic, and a plan that is read and written again has the same
+Reading is strict: unknown keys, ratios that don't match the batches, or a newer schema raise an
+error that names the key. Writing is atomic. A plan that is read and written again has the same
 bytes.
 """
 
@@ -79,7 +79,7 @@ _PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")
 
 
 class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Speed of a layout, with a 95 % interval."""
+    """The speed of a layout, with its 95 % interval."""
 
     samples_per_second: float
     low: float
@@ -94,7 +94,7 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A layout that was measured for comparison with the plan."""
+    """A layout with which the plan was compared, and its measured speed."""
 
     name: str  # "equal shares", "best single device", "solo GPU:0", ..., for display
     layout: PlanLayout
@@ -112,7 +112,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The search that made the plan: its probes, its duration in seconds and why it stopped."""
+    """The search that made the plan: its probes, its duration in seconds, and why it stopped."""
 
     probes: Count
     out_of_memory: Count
@@ -122,7 +122,7 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Devices, versions and model with which a plan was measured."""
+    """The devices, versions and model with which a plan was measured."""
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device
     driver: str
@@ -131,22 +131,22 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The measured connection between devices, with its bandwidth."""
+    """The connection between devices, with its measured bandwidth."""
 
     devices: tuple[str, ...]  # labels
     path: str  # type of the connection, such as NVLink; empty: unknown
     bytes_per_second: float
 
     def describe(self) -> str:
-        """Return the devices, the connection and its speed in GB/s as text."""
+        """Return the devices, their connection and its speed in GB/s as text."""
         speed = f"{self.bytes_per_second / 1e9:.3g} GB/s"
         return f"{' – '.join(self.devices)}  {', '.join(filter(None, (self.path, speed)))}"
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fastest layout found by a search, with its measured speed.
+    """The fastest layout that a search has found, with its measured speed.
 
-    A plan written by hand has only a layout.
+    A plan that was written by hand has only a layout.
     """
 
     created: str = ""  # UTC, RFC 3339
@@ -165,31 +165,31 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Each device's fraction of the global batch, 0 for a device that is left out."""
+        """The fraction of the global batch that each device computes, or 0 if it is left out."""
         return self.layout.ratios
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Rows of each device in a step, 0 for a device that is left out."""
+        """The rows that each device computes in a step, or 0 if it is left out."""
         return self.layout.batches
 
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the rows of each device for a global batch, by default the plan's.
+        """Return how many rows of a global batch each device computes.
 
-        They add up to the batch. For rows of unequal length, the plan's fractions of the cost are
-        used as fractions of the rows. Raises RequestError if `global_batch` isn't a whole number of
-        at least 0.
+        `global_batch` is the plan's by default. The result adds up to it. If rows have unequal
+        lengths, the plan has fractions of the cost of a batch, which are used as fractions of the
+        rows. Raises RequestError if `global_batch` isn't a whole number of at least 0.
         """
-        # a batch's cost depends on its rows' lengths
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:
             return self.batches
         return apportion(batch, self.ratios)
 
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the rows per pass of each device for a global batch, by default the plan's.
+        """Return the rows per pass with which each device computes its share of a global batch.
 
-        A device with one pass in the plan gets one pass for any share.
+        `global_batch` is the plan's by default. A device that takes one pass in the plan takes one
+        pass for any share.
         """
         return tuple(
             batch if share.micro in (0, share.batch) else min(batch, share.micro)
@@ -201,10 +201,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         path: str | os.PathLike[str],
         format: Format | None = None,  # noqa: A002 - the public name
     ) -> None:
-        """Write the plan to a file, as JSON if its name ends with ".json" and otherwise as TOML.
+        """Write the plan to a file, as JSON if its name ends with ".json", and otherwise as TOML.
 
-        `format` overrides the choice. Writing is atomic. Raises RequestError if the file can't be
-        written.
+        `format` takes precedence over the name. Writing is atomic. Raises RequestError if the file
+        can't be written.
         """
         target = Path(path)
         chosen = format or ("json" if target.suffix == ".json" else "toml")
@@ -214,8 +214,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a TOML or JSON file.
 
-    `evener launch` then knows that the script uses the plan. Raises PlanError, with the key of an
-    invalid value, if the file can't be read or the plan is invalid.
+    This also reports to `evener launch` that the script uses its plan. Raises PlanError if the file
+    can't be read or the plan is invalid. The message names the key of an invalid value.
     """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     note_use()
@@ -223,7 +223,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def parse_plan(text: bytes, source: str = "plan") -> Plan:
-    """Parse a plan in TOML or JSON; `source` names it in messages.
+    """Parse a plan in TOML or JSON. `source` is its name in error messages.
 
     Raises PlanError if the plan is invalid or from a newer version of evener.
     """
@@ -250,9 +250,8 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _add_missing_kinds(plan: Plan) -> Plan:
-    """Return the plan with a kind for each comparison that lacks one."""
-    # "one_device" is such a kind. Plans of evener 0.1 and 0.2 have only the names of comparisons,
-    # from which the kinds follow.
+    """Return the plan with a kind, such as "one_device", for each comparison that has none."""
+    # plans of evener 0.1 and 0.2 have only the names of comparisons, from which the kinds follow
     names: dict[str, EvidenceKind] = {
         EQUAL_SHARES: "equal_shares",
         "even split": "equal_shares",  # its name in versions before 0.3
@@ -300,7 +299,7 @@ def _ordered(plan: Plan) -> dict[str, Any]:
 
 
 def with_current_schema(plan: Plan) -> Plan:
-    """Return the plan in the schema in which it is written today."""
+    """Convert a plan to the schema in which plans are written today."""
     # old journals contain plans of schema 1
     sharded = any(
         layout.traits.sharded
@@ -319,8 +318,10 @@ def with_current_schema(plan: Plan) -> Plan:
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """Return the layout with rows per pass for every share."""
-    # a share without them gets one pass
+    """Return the layout with the rows per pass of every share.
+
+    Older plans lack them if a share takes one pass.
+    """
     shares = (
         msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share
     )
@@ -328,8 +329,8 @@ def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
 
 
 def as_unicode(data: Any) -> Any:
-    """Return the data with "?" for characters that UTF-8 can't encode."""
-    # file names may contain such bytes, which neither TOML nor JSON can store
+    """Replace characters that UTF-8 can't encode by "?" in all strings of the data."""
+    # file names may contain them, but neither TOML nor JSON can store them
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()
     if isinstance(data, dict):
@@ -352,7 +353,7 @@ def _decode(text: bytes, source: str) -> dict[Any, Any]:
 
 
 def _as_printable(data: Any) -> Any:
-    """Return the data with control characters in its strings replaced."""
+    """Replace control characters in all strings of the data."""
     # training runs print such strings, for example device names
     if isinstance(data, str):
         return printable(data)
@@ -362,7 +363,7 @@ def _as_printable(data: Any) -> Any:
 
 
 def _check_whole_numbers(data: Any, where: str) -> None:
-    """Raise PlanError for an integer of more than 64 bits."""
+    """Raise PlanError if the data contain an integer of more than 64 bits."""
     # msgspec doesn't check such integers against a field's limits
     if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
         raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")

@@ -1,4 +1,4 @@
-"""Layouts: the devices that take part in training, with their rows and passes."""
+"""Layouts: which devices take part in training, and how many rows each of them computes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Knots = tuple[tuple[float, float], ...]
 
 
 class Traits(msgspec.Struct, frozen=True):
-    """Properties of a kind of layout."""
+    """What layouts of one kind have in common."""
 
     alone: bool = False  # one training on one device
     together: bool = False  # one training on several devices that step together
@@ -44,7 +44,7 @@ class Traits(msgspec.Struct, frozen=True):
 
     @property
     def by_shares(self) -> bool:
-        """True if devices compute shares of a global batch."""
+        """True if the devices compute shares of a global batch."""
         return self.alone or self.together
 
 
@@ -60,7 +60,7 @@ KINDS: dict[Kind, Traits] = {
 
 
 def _find_gpu_kind(device: str) -> str:
-    """Return the label of a GPU's kind, such as "GPU", or "" if the id isn't a GPU's."""
+    """Return the label for the kind of a GPU, such as "GPU", or "" if the id isn't a GPU's."""
     upper = device.upper()
     return next((kind for prefix, kind in GPU_IDS.items() if upper.startswith(prefix)), "")
 
@@ -68,7 +68,7 @@ def _find_gpu_kind(device: str) -> str:
 def label_device(device: str, index: int) -> str:
     """Return a short label for a device, such as "GPU:0" or "CPU:1".
 
-    An id of unknown form is returned unchanged.
+    An id of an unknown form is returned unchanged.
     """
     kind, numbered = _find_gpu_kind(device), re.match(r"([a-z]+)-(\d+)-", device)
     if kind:
@@ -77,13 +77,13 @@ def label_device(device: str, index: int) -> str:
 
 
 def check_kind(kind: Kind) -> None:
-    """Raise ValueError if `kind` isn't a kind of layout."""
+    """Raise ValueError if there is no such kind of layout."""
     if kind not in KINDS:
         raise ValueError(f"{kind!r} isn't a kind of layout: {', '.join(KINDS)}")
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One device of a layout, with its rows per step and per pass."""
+    """A device of a layout, with the rows that it computes per step and per pass."""
 
     # the GPU's UUID, or the name of a CPU slice or simulated device
     device: Annotated[str, msgspec.Meta(min_length=1)]
@@ -119,24 +119,24 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def gpu_label(self) -> str:
-        """Label of a GPU, such as "GPU:0", or "" for another device."""
+        """The label of a GPU, such as "GPU:0", or "" for a device that isn't one."""
         kind = _find_gpu_kind(self.device)
         return f"{kind}:{self.index}" if kind else ""
 
     @property
     def label(self) -> str:
-        """Label for messages, such as "GPU:0" or "node1/GPU:0".
+        """The device's label for messages, such as "GPU:0" or "node1/GPU:0".
 
-        A GPU known to PyTorch alone has the label "cuda:0".
+        It is "cuda:0" for a GPU of which only PyTorch's name is known.
         """
-        # there, `index` numbers only the GPUs that this process sees
+        # `index` then counts only the GPUs that this process sees
         is_own = self.on_gpu and self.name == f"cuda:{self.index}"
         name = self.name if is_own else label_device(self.device, self.index)
         return f"{self.host}/{name}" if self.host else name
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The devices of a training run and how they divide its global batch."""
+    """The devices of a training run, and how they divide its global batch."""
 
     kind: Kind
     global_batch: Rows  # samples per optimizer step, over all devices (pack: per process)
@@ -156,27 +156,30 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Rows of each device in a step; 0 for a device that is left out."""
+        """The rows that each device computes in a step, or 0 if it is left out."""
         return tuple(share.batch for share in self.share)
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Each device's fraction of the global batch."""
+        """The fraction of the global batch that each device computes."""
         return tuple(share.ratio for share in self.share)
 
     @property
     def active(self) -> tuple[Share, ...]:
-        """The devices that take part."""
+        """The shares of the devices that take part."""
         return tuple(share for share in self.share if share.takes_part)
 
     @property
     def by_cost(self) -> bool:
-        """True if ratios are fractions of the batch's cost, because rows have unequal lengths."""
+        """True if ratios are fractions of a batch's cost, because its rows have unequal lengths."""
         return any(share.cost is not None for share in self.active)
 
     @property
     def states(self) -> tuple[float, ...]:
-        """Fraction of the model's state on each active device; () unless it is sharded."""
+        """The fraction of the model's state on each active device.
+
+        The result is () if the state isn't sharded.
+        """
         return tuple(share.state for share in self.active) if self.traits.sharded else ()
 
 
@@ -191,9 +194,10 @@ def make_layout(
     processes: int = 1,
     placement: str = "",
 ) -> PlanLayout:
-    """Return a layout of the given devices and batches.
+    """Return a layout in which the devices have these rows.
 
-    `micros` defaults to one pass per device, and `ratios` to the devices' fractions of all rows.
+    By default, each device takes one pass (`micros`), and `ratios` are the devices' fractions of
+    all rows.
     """
     total = sum(batches)
     chosen = ratios or tuple(batch / total if total else 0.0 for batch in batches)
@@ -207,9 +211,9 @@ def make_layout(
 
 
 def complete_layout(layout: Any) -> Any:
-    """Return a layout as read from a file, with defaults for missing keys."""
-    # Missing keys are derived from the devices and batches. Reading a plan without a valid list of
-    # shares then raises an error.
+    """Add defaults for missing keys to a layout that was read from a file."""
+    # Missing keys are derived from the devices and batches. If there is no valid list of shares,
+    # the layout is returned unchanged, and reading the plan raises an error later.
     shares = layout.get("share", []) if isinstance(layout, dict) else None
     if not isinstance(shares, list) or not all(isinstance(each, dict) for each in shares):
         return layout
@@ -231,14 +235,14 @@ def complete_layout(layout: Any) -> Any:
 
 
 def _read_batch(share: dict[str, Any]) -> int:
-    """Return the rows of a share as read from a file, or 0 if they are invalid."""
+    """Return the rows of a share that was read from a file, or 0 if they are invalid."""
     # the invalid number is reported when the share itself is read
     batch = share.get("batch")
     return batch if type(batch) is int and 0 <= batch <= MOST_ROWS else 0
 
 
 def check_layout(layout: PlanLayout, where: str) -> None:
-    """Raise PlanError if the layout contradicts itself; `where` names it in the message."""
+    """Raise PlanError if a layout contradicts itself. `where` names it in the message."""
     if not any(layout.batches):
         raise PlanError(
             f"{where}.share gives no device a sample.", "At least one batch is above 0."
@@ -274,7 +278,7 @@ def check_layout(layout: PlanLayout, where: str) -> None:
 
 
 def _check_named_once(layout: PlanLayout, where: str) -> None:
-    """Raise PlanError if two shares have the same device or index."""
+    """Raise PlanError if two shares have the same device or the same index."""
     for key in ("index", "device"):
         seen = set()
         for share in layout.share:
@@ -287,9 +291,9 @@ def _check_named_once(layout: PlanLayout, where: str) -> None:
 
 
 def _check_states(layout: PlanLayout, where: str) -> None:
-    """Check the fractions of the model's state, and raise PlanError if they are invalid."""
+    """Raise PlanError if the devices' fractions of the model's state are invalid."""
     states = [share.state for share in layout.share]
-    # they sum to 1 in a sharded layout, and are 0 in any other
+    # they sum to 1 in a sharded layout, and are 0 in all others
     if not layout.traits.sharded:
         if any(states):
             raise PlanError(
@@ -305,7 +309,10 @@ def _check_states(layout: PlanLayout, where: str) -> None:
 
 
 def _has_valid_state(share: Share) -> bool:
-    """Return True if a device with rows holds a part of the state."""
+    """Return True if a device holds a valid fraction of the state.
+
+    A device without rows needn't hold any.
+    """
     if not share.state:
         return not share.batch
     return math.isfinite(share.state) and share.state > 0
@@ -338,9 +345,10 @@ def _check_share(share: Share, where: str) -> None:
 
 
 def is_curve(curve: Knots) -> bool:
-    """Return True if the points form a valid curve, or if there are none.
+    """Return True if the points form a valid curve, or if there are no points.
 
-    Points are rows and seconds: rows increase, and seconds never decrease. A curve has two or more.
+    A point has a number of rows and a time in seconds. A curve has at least two points. Rows
+    increase from point to point, and seconds never decrease.
     """
     if not curve:
         return True
@@ -353,9 +361,9 @@ def is_curve(curve: Knots) -> bool:
 
 
 def cut_curve(curve: Curve, batch: int) -> Knots:
-    """Return the points of a curve up to `batch` rows, for a plan.
+    """Return the points of a curve up to `batch` rows, rounded to six digits.
 
-    Values are rounded to six digits.
+    They are written to a plan.
     """
     bends = len(curve.batches) if curve.bent else 1
     knots = [

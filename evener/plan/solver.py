@@ -1,4 +1,4 @@
-"""Divide a plan's batch anew by its measured curves, for example without a broken device."""
+"""Compute shares from step-time curves, for example if a device of a plan no longer works."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .layout import Knots, Share
 
 
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
-    """Return the step-time curves of a plan's shares.
+    """Return the curves of step time by rows of a plan's shares.
 
-    If a share has no curve, assume that all shares take the same time, each one's in proportion
-    to its rows.
+    If any share has no curve, step times are assumed to be proportional to rows, and all shares to
+    take the same time.
     """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 
 
 def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ...]:
-    """Return a curve through each list of points.
+    """Return curves through the given points of rows and seconds, one for each device.
 
-    If a list has fewer than two points, all curves are those of `proportional_curves(rows)`.
+    If any device has fewer than two points, the curves are those of `proportional_curves(rows)`.
     """
     if all(len(knots) > 1 for knots in curves):
         return tuple(map(_join_knots, curves))
@@ -35,12 +35,15 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
 
 
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
-    """Return lines through the origin, on which each device's `rows` take one second."""
+    """Return curves on which step time is proportional to rows.
+
+    On each, the device's number of rows in `rows` takes one second.
+    """
     return tuple(Curve((0.0,), (0.0,), 1 / row) for row in rows)
 
 
 def scale(curve: Curve, factor: float) -> Curve:
-    """Return the curve with all times multiplied by `factor`."""
+    """Return a curve with all times multiplied by `factor`."""
     times = tuple(time * factor for time in curve.times)
     return Curve(curve.batches, times, curve.slope * factor)
 
@@ -53,13 +56,15 @@ def solve_shares(
     quantum: int = 1,
     extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
-    """Return the shares of `batch` rows that make the step fastest, or None if they don't fit.
+    """Return the shares of `batch` rows with which a step is fastest, or None if they don't fit.
 
-    - `pass_limits`: maximum rows per pass of each device; 0 for no limit.
-    - `passes`: True if a share may need several passes, or the rows of each of several passes
-      by device.
-    - `quantum`: shares are multiples of it.
-    - `extras`: seconds that each further pass adds, by device.
+    - `curves`: for each device, its step time as a function of rows.
+    - `pass_limits`: for each device, the maximum rows of a share that is computed in one pass; 0
+      for no limit.
+    - `passes`: True if larger shares may be computed in several passes. A sequence has, for each
+      device, the rows of each of several passes.
+    - `quantum`: number of rows of which each share is a multiple.
+    - `extras`: for each device, the seconds that each pass after the first adds.
     """
     count = len(curves)
     more = extras or (0.0,) * count
@@ -72,31 +77,34 @@ def solve_shares(
             device = DeviceCurve(i, curve, min(pass_limit or batch, batch))
         devices.append(device)
     no_costs = (0.0,) * (count + 1)
-    found = split_fixed(devices, no_costs, batch, quantum, fewest=count)
+    found = split_fixed(devices, no_costs, batch, quantum, min_devices=count)
     if found is None:
         return None
     return tuple(share for _, share in found.shares)
 
 
 def pass_rows(shares: Sequence[int], pass_limits: Sequence[int]) -> tuple[int, ...]:
-    """Return the rows per pass of each share, given the limits of a pass; 0 is no limit."""
+    """Return the rows per pass of each share, if a pass has at most `pass_limits` rows.
+
+    A limit of 0 means that there is none.
+    """
     pairs = zip(shares, pass_limits, strict=True)
     return tuple(min(share, pass_limit) if pass_limit else share for share, pass_limit in pairs)
 
 
 def _join_knots(knots: Knots) -> Curve:
-    """Return the curve through points of rows and seconds."""
-    # the curve continues beyond the last point with the slope of the last segment
+    """Return a curve that is linear between these points of rows and seconds."""
+    # beyond the last point, the curve continues with the slope of the last segment
     (rows, seconds), (last, end) = knots[-2:]
     batches, times = zip(*knots, strict=True)
     return Curve(batches, times, (end - seconds) / (last - rows))
 
 
 def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
-    """Return the plan without the devices in `gone`, given as pairs of host and device.
+    """Return a plan with the same global batch for the devices that remain without those in `gone`.
 
-    Raises PlanError if no other device computes rows, or only one device of a sharded model is
-    left.
+    `gone` has pairs of host and device id. Raises PlanError if no device that remains computes
+    rows, or if only one device of a sharded model remains.
     """
     # The remaining devices get the shares that are fastest by their curves and fit in memory, in
     # passes if necessary. The throughput is only estimated: the plan's throughput times the
@@ -135,8 +143,10 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
 
 
 def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
-    """Return the layout with its batch divided among the remaining shares."""
-    # `part` is the fraction of the batch that these shares had before
+    """Return a layout whose batch is divided among the remaining shares, `left`.
+
+    `part` is the fraction of the batch that these shares had before.
+    """
     rows, micros = _divide_rows(layout, left)
     held = sum(share.state for share in left)
     shares = []
@@ -164,8 +174,9 @@ def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> Pla
 def _divide_rows(
     layout: PlanLayout, left: Sequence[Share]
 ) -> tuple[dict[Share, int], dict[Share, int]]:
-    """Return the rows per step and per pass of each remaining share, by share."""
-    # from the curves; in proportion to the shares if these are costs or the curves give no solution
+    """Return the rows per step and the rows per pass of each remaining share."""
+    # The rows follow from the curves. If the plan's ratios are of costs, or the curves give no
+    # solution, the rows are divided by the ratios.
     computing = [share for share in left if share.batch]
     pass_limits = tuple(_largest_pass(share) for share in computing)
     rows = None if layout.by_cost else _solve_by_curves(layout, computing, pass_limits)
@@ -178,8 +189,7 @@ def _divide_rows(
 
 
 def _largest_pass(share: Share) -> int:
-    """Return the largest known number of rows that fit in one pass, 0 if unknown."""
-    # as many rows certainly fit; the number is unknown if the plan has no limit
+    """Return how many rows are known to fit in a pass of a share, or 0 if the plan has no limit."""
     if share.most:
         return share.most
     return share.micro if share.micro < share.batch else 0
@@ -188,8 +198,7 @@ def _largest_pass(share: Share) -> int:
 def _solve_by_curves(
     layout: PlanLayout, left: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
-    """Return the fastest shares by the measured curves, or None if there are none."""
-    # the shares are those in `left`
+    """Return the fastest rows for the remaining shares by their curves, or None if none fit."""
     curves = read_curves(left)
     in_passes = any(share.micro < share.batch for share in layout.active)
     if not in_passes:

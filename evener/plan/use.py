@@ -1,4 +1,4 @@
-"""Detect scripts that were launched with a plan but don't read it."""
+"""Detect scripts that were launched with a plan, but don't read it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SAME = {"pytorch_lightning": "lightning", "tensorflow": "keras", "trl": "transf
 
 
 def note_use() -> None:
-    """Record for the launcher that this process has read the plan."""
+    """Record, for the launcher, that this process has read its plan."""
     path = os.environ.get(PLAN_USED)
     if path:
         with suppress(OSError), open(path, "ab") as stream:  # the launcher may have ended
@@ -50,7 +50,10 @@ def note_use() -> None:
 
 
 def is_used(path: str) -> bool:
-    """Return True if a process has read the plan, or if that is unknown."""
+    """Return True if any process has read the plan, or if that isn't known.
+
+    `path` is the file in which the processes record it.
+    """
     try:
         with open(path, "rb") as stream:
             return _READ in stream.read()
@@ -58,24 +61,25 @@ def is_used(path: str) -> bool:
         return True
 
 
-def explain_once(path: str, words: str) -> None:
-    """Print a message to standard error, in only one of the processes that share the file.
+def explain_once(path: str, message: str) -> None:
+    """Print a message to standard error, but only in one of the processes that share a file.
 
-    Raises OSError if the file is gone.
+    Raises OSError if the file no longer exists.
     """
-    # other processes wait, because the launcher stops all of them once one has exited
+    # the other processes wait, because the launcher stops all of them once one has exited
     with open(path, "r+b", buffering=0) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         if _EXPLAINED in stream.read():
             return
-        print(words, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
         stream.write(_EXPLAINED)
 
 
 def describe_unused(imported: Container[str], program: bool) -> str:
-    """Return the message for a script that doesn't read its plan, with the lines to add.
+    """Return a message about a script that doesn't read its plan, with the lines to add to it.
 
-    The lines suit the libraries in `imported`. `program` also suggests `evener run`.
+    The lines are for the library that the script uses, among those in `imported`. If `program`, the
+    message also suggests `evener run`.
     """
     known = [*_LINES, *_SAME]
     found = [_SAME.get(name, name) for name in known if name in imported]

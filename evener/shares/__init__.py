@@ -1,1 +1,1 @@
-"""Divide batches among devices so that all finish at the same time."""
+"""Divide batches among devices so that all devices finish at the same time."""

@@ -1,14 +1,14 @@
-"""Models of step time as a function of the number of rows or of their lengths.
+"""Models of the step time, as a function of the number of rows or of their lengths.
 
-If all rows have the same length, step time is a rising piecewise linear curve of the number of
-rows. If lengths differ, the duration of a pass is computed from its number of rows and the length
-of its longest row.
+If all rows have the same length, step time is a rising, piecewise linear function of the number of
+rows: a curve. If lengths differ, the duration of a pass is computed from its number of rows and the
+length of its longest row.
 
-A share of b rows in k passes takes k * t(b / k) + (k - 1) * extra seconds. Here t(rows) is the
-duration of a whole step in one pass. Each pass after the first takes `extra` seconds more than such
-a step. `extra` is negative if such a pass is faster, because a part such as the optimizer isn't
-repeated. A share that fits in memory takes one pass. A larger share takes passes of at most `rows`
-rows, which is the pass size with the highest samples/s.
+A share of b rows that is computed in k passes takes k * t(b / k) + (k - 1) * extra seconds. Here,
+t(rows) is the duration of a whole step in one pass, and each pass after the first takes `extra`
+seconds more than that. `extra` is negative if such a pass is faster, because parts such as the
+optimizer aren't repeated. A share that fits in memory takes one pass. The passes of a larger share
+have the number of rows with the highest samples/s, as far as possible.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """Token counts that determine the cost of padded passes."""
+    """The numbers of tokens and passes from which the cost of padded batches is computed."""
 
     tokens: Amount  # without padding
     passes: Amount
@@ -34,7 +34,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a padded pass, as a polynomial in rows and length.
+    """The duration of a padded pass in seconds, as a function of its rows and length.
 
     A pass of r rows padded to L tokens takes fixed_s + r * L * (per_token_s + per_token_length_s *
     L) seconds.
@@ -45,29 +45,29 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_token_length_s: float
 
     def seconds(self, rows: int, length: int) -> float:
-        """Return the seconds of a pass of `rows` rows, padded to `length` tokens."""
+        """Return how many seconds a pass of `rows` rows takes, padded to `length` tokens each."""
         return self.fixed_s + rows * self.row_seconds(length)
 
     def row_seconds(self, length: int) -> float:
-        """Return the seconds that one row of `length` tokens adds to a pass."""
+        """Return how many seconds one row of `length` tokens adds to a pass."""
         return length * (self.per_token_s + self.per_token_length_s * length)
 
     def all_row_seconds(self, lengths: Sequence[int]) -> list[float]:
-        """Return the seconds that each row adds to a pass, by the rows' lengths in tokens."""
+        """Return, for each row, how many seconds it adds to a pass. `lengths` are in tokens."""
         token = self.per_token_s
         token_length = self.per_token_length_s
         return [length * (token + token_length * length) for length in lengths]
 
     def seconds_for(self, work: Work) -> float:
-        """Return the seconds for passes with the given token counts."""
+        """Return how long passes with these numbers of tokens take, in seconds."""
         passes = self.fixed_s * work.passes
         return (
             passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths
         )
 
     def is_valid(self) -> bool:
-        """Return True if all coefficients are finite and at least 0, and one is above 0."""
-        # those of a plan may have been edited
+        """Return True if all coefficients are finite and at least 0, and any is above 0."""
+        # a plan may have been edited
         coefficients = (self.fixed_s, self.per_token_s, self.per_token_length_s)
         return all(
             math.isfinite(coefficient) and coefficient >= 0 for coefficient in coefficients
@@ -75,14 +75,14 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankCost(msgspec.Struct, frozen=True):
-    """A device's cost model and the largest pass that fits in its memory; 0 is no limit."""
+    """A device's cost model, and how much fits in a pass. A limit of 0 means that there is none."""
 
     cost: Cost
     tokens: int = 0  # maximum padded tokens per pass
     rows: int = 0  # maximum rows per pass
 
     def most_rows(self, length: int) -> float:
-        """Return the largest number of rows of `length` tokens in a pass, inf without a limit."""
+        """Return how many rows of `length` tokens fit in a pass, or inf if there is no limit."""
         by_tokens = self.tokens // length if self.tokens and length else math.inf
         return min(by_tokens, self.rows or math.inf)
 
@@ -92,7 +92,10 @@ ROUNDING = 1e-9  # relative tolerance when a time is compared with its own inver
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Step time by rows, linear between measured points and beyond the last one."""
+    """A device's step time as a function of rows.
+
+    It is linear between the measured points, and continues beyond the last one with a given slope.
+    """
 
     batches: tuple[float, ...]  # increasing; the curve isn't evaluated below the first
     times: tuple[float, ...]  # seconds, not decreasing
@@ -102,7 +105,7 @@ class Curve(msgspec.Struct, frozen=True):
     error: float = 0.0  # relative standard error of a typical point
 
     def seconds(self, batch: float) -> float:
-        """Return the step time of `batch` rows in seconds."""
+        """Return how long a step of `batch` rows takes, in seconds."""
         batches = self.batches
         times = self.times
         i = bisect_right(batches, batch)
@@ -114,17 +117,17 @@ class Curve(msgspec.Struct, frozen=True):
         return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """Return the largest batch that takes at most `seconds`, or 0.
+        """Return the largest batch that takes at most `seconds` seconds, or 0 if there is none.
 
-        The batch is a multiple of `quantum`, and at most `ceiling` rows.
+        The batch is a multiple of `quantum` rows, and has at most `ceiling` rows.
         """
         most = self.most_rows(seconds)
         return (ceiling if most >= ceiling else int(most)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
-        """Return the largest number of rows, perhaps a fraction, that takes at most `seconds`.
+        """Return the largest number of rows, which may be a fraction, that takes at most `seconds`.
 
-        It is 0 below the time of the first point, and inf if the time never exceeds `seconds`.
+        It is 0 if the first point takes longer, and inf if the time never exceeds `seconds`.
         """
         seconds *= 1 + ROUNDING
         times = self.times
@@ -144,8 +147,8 @@ class Curve(msgspec.Struct, frozen=True):
         )
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the step times at which the curve bends, in seconds."""
-        # the times at the knots below `ceiling` samples, and at `ceiling` itself
+        """Return the step times, in seconds, at which the slope of the curve changes."""
+        # the times at the points below `ceiling` rows, and at `ceiling` itself
         knots = zip(self.batches, self.times, strict=True)
         return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
 
@@ -156,14 +159,14 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def flat(self) -> bool:
-        """True if small batches all take the same time."""
+        """True if the curve is level at first, so that small batches all take the same time."""
         return len(self.batches) > 1 and self.times[0] == self.times[1]
 
 
 class PassCurve(msgspec.Struct, frozen=True):
-    """Step time by rows on a device that computes large shares in several passes.
+    """A device's step time as a function of rows, if large shares take several passes.
 
-    `extra` is the time in seconds that each further pass adds.
+    `extra` is the time in seconds that each pass after the first adds.
     """
 
     curve: Curve
@@ -174,16 +177,16 @@ class PassCurve(msgspec.Struct, frozen=True):
 
     @property
     def simple(self) -> bool:
-        """True if the curve for one pass is simple."""
+        """True if the curve for one pass is a line, perhaps after a level stretch."""
         return self.curve.simple
 
     @property
     def error(self) -> float:
-        """Relative standard error of a typical point of the curve for one pass."""
+        """The relative standard error of a typical point on the curve for one pass."""
         return self.curve.error
 
     def passes(self, share: float) -> int:
-        """Return the number of passes in which a share is computed."""
+        """Return in how many passes a share is computed."""
         if share <= self.pass_limit:
             return 1
         many = math.ceil(share / self.rows)
@@ -195,13 +198,14 @@ class PassCurve(msgspec.Struct, frozen=True):
         )
 
     def seconds(self, share: float) -> float:
-        """Return the step time of a share in seconds."""
+        """Return how long a step takes with this share, in seconds."""
         return step_in_passes(self.curve, share, self.passes(share), self.extra)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """Return the largest share found that takes at most `seconds`, or 0.
+        """Return a large share that takes at most `seconds`, or 0 if none was found.
 
-        The share is a multiple of `quantum`, and at most `ceiling` rows.
+        Usually, it is the largest. It is a multiple of `quantum` rows, and has at most `ceiling`
+        rows.
         """
         most = self.curve.largest(seconds, min(ceiling, self.pass_limit), quantum)
         if math.isinf(seconds):
@@ -222,8 +226,11 @@ class PassCurve(msgspec.Struct, frozen=True):
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return step times at which the curve bends or jumps, in seconds and ascending."""
-        # at the knots of the single-pass curve, at shares in full passes, and at `ceiling` samples
+        """Return the step times at which the slope of the curve changes or the curve jumps.
+
+        They are in seconds, and in ascending order.
+        """
+        # at the points of the curve for one pass, at shares in full passes, and at `ceiling` rows
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
         times = [
             *self.curve.breakpoints(min(ceiling, self.pass_limit)),
@@ -234,5 +241,8 @@ class PassCurve(msgspec.Struct, frozen=True):
 
 
 def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:
-    """Return the seconds of a step in equal passes, with `extra` seconds between passes."""
+    """Return how long a step takes in equal passes, in seconds.
+
+    Each pass after the first adds `extra` seconds.
+    """
     return passes * curve.seconds(share / passes) + (passes - 1) * extra

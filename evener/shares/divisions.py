@@ -1,13 +1,13 @@
-"""Determine where to cut a batch for devices, and which gradients to sum together.
+"""Decide where to cut a batch for the devices, and which gradients to sum together.
 
 The global batch of a plan is cut exactly as planned, and a shorter last batch in the same
 proportions. The number of rows may be a tensor, so that a TensorFlow graph can compute the cuts.
 This module itself imports no framework.
 
 Gradients are summed in two groups because of how TensorFlow schedules sums. It queues a step's
-kernels long before the GPU runs them. A sum waits for all kernels queued before it, and sums run
-one after another. So the first sum may overlap with the backward pass, but all later ones wait for
-its end. A third sum would only prolong the time after the backward pass.
+kernels long before the GPU runs them. A sum waits for all kernels that were queued before it, and
+sums run one after another. So the first sum can overlap with the backward pass, but all later ones
+wait for the end of the backward pass. A third sum would only make the time after it longer.
 """
 
 from __future__ import annotations
@@ -22,34 +22,37 @@ LARGEST_DENOMINATOR = 10_000  # for converting a ratio from a float to a fractio
 
 
 class Cut:
-    """Divides the rows of a batch among devices by weights.
+    """Divides the rows of a batch among devices in proportion to weights.
 
-    `floors` rounds all slices but the last down. `micros` are the rows per pass of each device,
-    empty for one pass.
+    `micros` are the rows per pass of each device, or empty if each takes one pass. With
+    `rounds_down`, all slices but the last are rounded down.
     """
 
     # A batch of sum(weights) rows is cut exactly by the weights. Slices are rounded down as in
     # Keras' former `multi_gpu_model`.
 
     def __init__(
-        self, weights: Sequence[float], floors: bool = False, micros: Sequence[int] = ()
+        self, weights: Sequence[float], rounds_down: bool = False, micros: Sequence[int] = ()
     ) -> None:
         self.weights: tuple[Any, ...] = _whole(weights)
         self.total: Any = sum(self.weights)
-        self.floors = floors
+        self.floors = rounds_down
         self.micros: tuple[Any, ...] = tuple(micros)
 
     @property
     def in_passes(self) -> bool:
-        """True if devices compute their rows in passes."""
+        """True if devices compute their rows in several passes."""
         return bool(self.micros)
 
     def passes(self, device: int, rows: Any) -> Any:
-        """Return the number of passes in which a device computes `rows` rows."""
+        """Return in how many passes a device computes `rows` rows."""
         return -(-rows // self.micros[device])
 
     def bounds(self, rows: Any) -> list[Any]:
-        """Return the edges of the devices' slices, from 0 to `rows`, which may be a tensor."""
+        """Return the indices at which the devices' slices begin and end, from 0 to `rows`.
+
+        `rows` may be a tensor.
+        """
         if self.floors:
             parts = [rows * weight // self.total for weight in self.weights[:-1]]
             return [rows * 0, *accumulate(parts), rows]
@@ -60,7 +63,7 @@ class Cut:
         return [rows * 0, *inner, rows]
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """Return the rows of each device."""
+        """Return how many rows each device gets."""
         edges = self.bounds(rows)
         return tuple(stop - start for start, stop in pairwise(edges))
 
@@ -75,19 +78,19 @@ LATE_PART = 0.25  # fraction of all bytes that may wait for the end of the backw
 WORTH_BYTES = 8 << 20  # fewer bytes are summed at once, because a second sum would start too late
 
 
-def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list[list[int]]:
-    """Group tensors for all-reduce, and return the indices of each group.
+def divide_sums(tensors: Sequence[tuple[int, Hashable]], separate: int = 0) -> list[list[int]]:
+    """Group tensors for all-reduce, and return the indices of the tensors in each group.
 
-    `tensors` are pairs of size in bytes and dtype, in the order in which they are computed. The
-    last `apart` tensors are summed separately.
+    `tensors` has the size in bytes and the dtype of each tensor, in the order in which they are
+    computed. The last `separate` tensors get groups of their own.
     """
     # Tensors of different types are never in the same group. If all tensors have less than 8 MiB in
-    # total, each type has one group. Otherwise, each type has an early group, summed during the
-    # backward pass, and a late one. The late groups have at most LATE_PART of all bytes, unless
-    # they consist of a single larger tensor.
+    # total, each type has one group. Otherwise, each type has an early group, which is summed
+    # during the backward pass, and a late one. The late groups have at most LATE_PART of all bytes,
+    # unless they consist of a single larger tensor.
     sizes = [size for size, _ in tensors]
     left = sum(sizes)
-    last = len(sizes) - apart - 1
+    last = len(sizes) - separate - 1
     most_late = LATE_PART * left if left >= WORTH_BYTES else None
     sums: dict[tuple[int, Hashable], list[int]] = {}
     for place, (size, kind) in enumerate(tensors):

@@ -1,18 +1,18 @@
-"""Find the fastest shares from the devices' curves and the synchronization cost.
+"""Find the fastest shares from the devices' curves and the cost of the gradient exchange.
 
 The method is water-filling: all devices get the same finish time, and each computes as many samples
-as it can until then. A step of a set A of k devices takes T = max over i in A of t_i(b_i) + c_k.
-Here c_k is the time of the gradient exchange. By a finish time tau, device i can compute b_i(tau) =
-max{b <= M_i : t_i(b) <= tau} samples. So the best k devices for tau are those with the largest
+as it can until then. A step of a set A of k devices takes T = max over i in A of t_i(b_i) + c_k,
+where c_k is the time of the gradient exchange. By a finish time tau, device i can compute b_i(tau)
+= max{b <= M_i : t_i(b) <= tau} samples. So the best k devices for tau are those with the largest
 b_i(tau), and sorting replaces the enumeration of subsets. This is exact because c depends only on
 the number of devices.
 
-For a fixed batch B and k devices, the result is the least tau whose k largest b_i(tau) sum to B or
-more. It is found by bisection, which is exact for any rising t_i. For a free batch, the throughput
-is S_k(tau) = sum b_i(tau) / (tau + c_k). It changes its form only at the times at which a device
-reaches a knot of its curve or its limit M_i. Between two such times, it is a ratio of two affine
-functions of tau, so it only rises or only falls. Therefore the optimum is at one of these times. If
-shares are only a few quanta, nearby times are tried, too.
+For a fixed batch B and k devices, the result is the smallest tau whose k largest b_i(tau) sum to at
+least B. It is found by bisection, which is exact for any rising t_i. For a free batch, the
+throughput is S_k(tau) = sum b_i(tau) / (tau + c_k). Its formula changes only at the times at which
+a device reaches a point of its curve or its limit M_i. Between two such times, it is a ratio of two
+affine functions of tau, so it only rises or only falls. Therefore the optimum is at one of these
+times. If shares are only a few quanta (the unit of shares, in rows), nearby times are tried, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUNDS = 8  # how often a quantum is added to such shares
 
 
 class DeviceCurve(msgspec.Struct, frozen=True):
-    """A device's position among all devices, its step-time curve and its maximum rows."""
+    """A device's step-time curve, its maximum rows, and its position among all devices."""
 
     position: int
     curve: Curve | PassCurve
@@ -44,9 +44,9 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """Rows of the devices, as pairs of position and rows, and the step time in seconds.
+    """The rows of each device, and the step time in seconds with the gradient exchange.
 
-    The step time includes the gradient exchange.
+    `shares` has pairs of a device's position and its rows.
     """
 
     shares: tuple[tuple[int, int], ...]
@@ -54,12 +54,12 @@ class Allocation(msgspec.Struct, frozen=True):
 
     @property
     def global_batch(self) -> int:
-        """Total rows."""
+        """The number of rows of all devices."""
         return sum(share for _, share in self.shares)
 
     @property
     def samples_per_second(self) -> float:
-        """Rows per second; inf if the step time is 0."""
+        """The rows per second, or inf if the step time is 0."""
         return self.global_batch / self.seconds if self.seconds > 0 else math.inf
 
 
@@ -68,31 +68,32 @@ Costs = Sequence[float]
 
 
 def split_fixed(
-    devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int = 1, fewest: int = 2
+    devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int = 1, min_devices: int = 2
 ) -> Allocation | None:
-    """Return the fastest division of `batch` rows, on at least `fewest` devices.
+    """Return the fastest division of `batch` rows among at least `min_devices` devices.
 
     `costs[k]` is the time in seconds of a gradient exchange among k devices. Shares are multiples
-    of `quantum`. Returns None if the batch doesn't fit on the devices or has too few rows for
-    `fewest`.
+    of `quantum` rows. Returns None if the batch doesn't fit on the devices, or has too few rows for
+    so many devices.
     """
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)
     largest = heapq.nlargest(most, (device.limit for device in devices))
-    if most < fewest or sum(largest) < batch:
+    if most < min_devices or sum(largest) < batch:
         return None
     natural = _split_among_count(devices, most, batch, quantum, 0.0, 0)
     if natural is None:
         return None
     least, shares = natural
-    if len(shares) >= fewest:
-        return _try_fewer(devices, costs, batch, quantum, fewest, least, shares)
-    # fewer devices would suffice, but `fewest` are required: each extra device gets one quantum
-    forced = _split_among_count(devices, fewest, batch, quantum, least, fewest)
+    if len(shares) >= min_devices:
+        return _try_fewer(devices, costs, batch, quantum, min_devices, least, shares)
+    # fewer devices would suffice, but `min_devices` are required: each further device gets one
+    # quantum
+    forced = _split_among_count(devices, min_devices, batch, quantum, least, min_devices)
     if forced is None:
         return None
     _, shares = forced
-    return _allocation(devices, shares, _slowest(devices, shares) + costs[fewest])
+    return _allocation(devices, shares, _slowest(devices, shares) + costs[min_devices])
 
 
 def _try_fewer(
@@ -100,18 +101,21 @@ def _try_fewer(
     costs: Costs,
     batch: int,
     quantum: int,
-    fewest: int,
+    min_devices: int,
     least: float,
     shares: dict[int, int],
 ) -> Allocation:
-    """Return the fastest allocation on the same number of devices or fewer."""
-    # `costs` are the seconds of gradient exchange by number of devices. `fewest` is the minimum
-    # number of devices. `least` is the finish time of the given shares, without the gradient
-    # exchange. `shares` are by index in `devices`. Fewer devices may be faster, because their
-    # exchange is cheaper. The search halves the range of device counts recursively, and skips
-    # ranges that can't be faster.
+    """Return the fastest allocation on at most as many devices as have `shares`.
+
+    - `costs[k]`: time in seconds of a gradient exchange among k devices.
+    - `min_devices`: minimum number of devices.
+    - `least`: finish time of the given shares in seconds, without the exchange.
+    - `shares`: rows by index in `devices`.
+    """
+    # Fewer devices may be faster, because their exchange is cheaper. The search halves the range of
+    # device counts recursively, and skips ranges that can't be faster.
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
-    ranges = [(fewest, len(shares) - 1)]
+    ranges = [(min_devices, len(shares) - 1)]
     while ranges:
         low, high = ranges.pop()
         if low > high:
@@ -122,7 +126,7 @@ def _try_fewer(
         middle = (low + high) // 2
         ranges += (low, middle - 1), (middle + 1, high)
         found = _split_among_count(devices, middle, batch, quantum, least, 0)
-        if found is None or len(found[1]) < fewest:
+        if found is None or len(found[1]) < min_devices:
             continue
         _, fewer = found
         seconds = _slowest(devices, fewer) + costs[len(fewer)]
@@ -136,27 +140,27 @@ def split_free(
     costs: Costs,
     quantum: int = 1,
     limit: int | None = None,
-    fewest: int = 2,
+    min_devices: int = 2,
 ) -> Allocation | None:
-    """Return the allocation with the most samples/s, of any global batch up to `limit`.
+    """Return the allocation with the most samples/s, for any global batch up to `limit`.
 
     `costs[k]` is the time in seconds of a gradient exchange among k devices. Shares are multiples
-    of `quantum`. Returns None if no allocation has at least `fewest` devices.
+    of `quantum` rows. Returns None if no allocation has at least `min_devices` devices.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found = []
     for time in finish_times(devices, quantum):
-        one = _best_within_seconds(devices, costs, time, quantum, limit, fewest)
+        one = _best_within_seconds(devices, costs, time, quantum, limit, min_devices)
         if one:
             found.append(one)
     if limit is not None and sum(device.limit for device in devices) > limit:
-        capped = split_fixed(devices, costs, limit // quantum * quantum, quantum, fewest)
+        capped = split_fixed(devices, costs, limit // quantum * quantum, quantum, min_devices)
         if capped:
             found.append(capped)
     best = max(found, key=lambda one: one.samples_per_second, default=None)
     if best is None or len(devices) > EXACT_DEVICES:
         return best
-    return _improve_nearby(devices, costs, best, quantum, limit, fewest)
+    return _improve_nearby(devices, costs, best, quantum, limit, min_devices)
 
 
 def smallest_reaching(
@@ -165,17 +169,17 @@ def smallest_reaching(
     rate: float,
     quantum: int = 1,
     limit: int | None = None,
-    fewest: int = 2,
+    min_devices: int = 2,
 ) -> Allocation | None:
-    """Return an allocation with the smallest global batch that reaches `rate` samples/s.
+    """Return the allocation with the smallest global batch that reaches `rate` samples/s.
 
     `costs[k]` is the time in seconds of a gradient exchange among k devices. Shares are multiples
-    of `quantum`. Returns None if no global batch up to `limit` on at least `fewest` devices reaches
-    the rate.
+    of `quantum` rows. Returns None if no global batch up to `limit`, on at least `min_devices`
+    devices, is as fast.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found: list[Allocation] = []
-    for crossing in sorted(_find_crossings(devices, costs, rate, quantum, fewest)):
+    for crossing in sorted(_find_crossings(devices, costs, rate, quantum, min_devices)):
         least = rate * (crossing.early + costs[crossing.devices])  # samples
         if least <= min((allocation.global_batch for allocation in found), default=math.inf):
             found += filter(None, [_earliest_reaching(devices, costs, rate, crossing, quantum)])
@@ -184,7 +188,7 @@ def smallest_reaching(
     ]
     if all(one.global_batch < COARSE * quantum * len(one.shares) for one in allowed):
         # a layout near a finish time may reach the rate too
-        best = split_free(devices, costs, quantum, limit, fewest)
+        best = split_free(devices, costs, quantum, limit, min_devices)
         if best and best.samples_per_second >= rate:
             allowed.append(best)
     return min(allowed, key=lambda one: (one.global_batch, one.seconds), default=None)
@@ -193,10 +197,10 @@ def smallest_reaching(
 def single_best(
     device: DeviceCurve, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return the batch with the most samples/s on one device, the smallest if several tie.
+    """Return the batch with the most samples/s on one device.
 
-    It is a multiple of `quantum` and at most `limit`. Returns None if not even one quantum is
-    allowed.
+    It is a multiple of `quantum` rows, and has at most `limit` rows. If several batches are equally
+    fast, the smallest is returned. Returns None if `limit` is below one quantum.
     """
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum:
@@ -219,16 +223,16 @@ def single_best(
 def single_reaching(
     device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return the smallest batch on one device that reaches `rate` samples/s, or None.
+    """Return the smallest batch with which one device reaches `rate` samples/s, or None.
 
-    The batch is a multiple of `quantum` and at most `limit`.
+    The batch is a multiple of `quantum` rows, and has at most `limit` rows.
     """
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum or limit < rate * device.curve.seconds(quantum):
         return None  # unreachable even if the limit took only one quantum's time
     bounded = DeviceCurve(device.position, device.curve, limit)
     found = (
-        smallest_reaching([bounded], (0.0, 0.0), rate, quantum, limit, fewest=1),
+        smallest_reaching([bounded], (0.0, 0.0), rate, quantum, limit, min_devices=1),
         single_best(bounded, quantum),
     )
     enough = (one for one in found if one is not None and one.samples_per_second >= rate)
@@ -252,8 +256,8 @@ def _allocation(
 
 
 def _largest(sizes: Sequence[int], k: int) -> list[int]:
-    """Return the indices of the `k` largest sizes, without sizes of 0."""
-    # equal sizes in the order of their indices
+    """Return the indices of the `k` largest sizes, except for sizes of 0."""
+    # equal sizes are in the order of their indices
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     return [i for i in order[:k] if sizes[i] > 0]
 
@@ -261,13 +265,12 @@ def _largest(sizes: Sequence[int], k: int) -> list[int]:
 def _samples_by(
     devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0
 ) -> int:
-    """Return how many rows the `k` fastest devices finish within `seconds`.
+    """Return how many rows the `k` fastest devices can finish within `seconds` seconds.
 
-    Returns 0 if fewer than `active` devices finish any.
+    Returns 0 if fewer than `active` devices can finish any rows.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
-        # fewer devices than needed can finish a quantum
         return 0
     return sum(sizes if k >= len(sizes) else heapq.nlargest(k, sizes))
 
@@ -275,12 +278,11 @@ def _samples_by(
 def _split_among_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """Return the finish time and the shares of a batch on at most `k` devices.
+    """Return the finish time in seconds and the shares of a batch on at most `k` devices.
 
-    None if the devices' limits don't allow the batch.
+    The finish time is at least `least`. At least `active` devices get rows. Shares are by index in
+    `devices`. Returns None if the devices' limits don't allow the batch.
     """
-    # Return None if the devices' limits don't allow the batch. The finish time is at least `least`.
-    # At least `active` devices get samples. Shares are by index in `devices`.
     late = max(device.curve.seconds(device.limit) for device in devices)
     if _samples_by(devices, k, late, quantum, active) < batch:
         return None
@@ -301,10 +303,13 @@ def _split_among_count(
 def _divide_batch(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
 ) -> dict[int, int]:
-    """Return shares that add up to the batch and finish between `early` and `late`."""
-    # Shares are by index in `devices`. Each device gets what it finishes by `early`, but at least
-    # one quantum. Then single quanta are added, up to what the device finishes by `late`. Each of
-    # these quanta goes to the device that would finish it first.
+    """Return shares that add up to the batch and finish between `early` and `late`.
+
+    Both times are in seconds. Shares are by index in `devices`.
+    """
+    # Each device gets what it finishes by `early`, but at least one quantum. Then single quanta are
+    # added, up to what the device finishes by `late`. Each of these quanta goes to the device that
+    # would finish it first.
     most = _largest_shares(devices, late, quantum)
     chosen = _largest(most, min(k, batch // quantum))
     shares = {
@@ -336,9 +341,9 @@ def _divide_batch(
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """Return the step times to try for a free batch, in seconds and ascending.
+    """Return the finish times to try for a free batch, in seconds and ascending order.
 
-    They are times at which a curve bends or a device finishes one quantum.
+    At these times, the slope of a device's curve changes, or a device finishes its first quantum.
     """
     # At most 400 are returned for up to 32 devices, and fewer for more devices. If there are more
     # finish times, the returned ones are evenly spaced among them.
@@ -357,21 +362,20 @@ def _best_within_seconds(
     seconds: float,
     quantum: int,
     limit: int | None,
-    fewest: int,
+    min_devices: int,
 ) -> Allocation | None:
-    """Return the allocation with the most samples/s within a time limit.
+    """Return the allocation with the most samples/s among those that finish within `seconds`.
 
-    None if too few devices can finish in time, or if their shares exceed `limit`.
+    Returns None if fewer than `min_devices` devices can finish a quantum, or if the largest shares
+    of that many devices exceed `limit` rows.
     """
-    # The allocation finishes within `seconds`. Return None if fewer than `fewest` devices can
-    # finish a quantum, or if the `fewest` largest shares exceed `limit` samples. Each device of the
-    # allocation computes as much as it can in that time.
+    # each device of the allocation computes as much as it can in that time
     sizes = _largest_shares(devices, seconds, quantum)
     order = _largest(sizes, len(sizes))
     best = 0
     best_rate = 0.0
     for k, total in enumerate(accumulate(sizes[i] for i in order), 1):
-        if k < fewest:
+        if k < min_devices:
             continue
         if limit is not None and total > limit:
             break  # more devices only add samples
@@ -390,9 +394,9 @@ def _improve_nearby(
     best: Allocation,
     quantum: int,
     limit: int | None,
-    fewest: int,
+    min_devices: int,
 ) -> Allocation:
-    """Add single quanta to small shares while that raises the samples/s."""
+    """Add single quanta to small shares, as long as that raises the samples/s."""
     # with shares of a few quanta, the optimum may lie between two breakpoints
     by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):
@@ -401,7 +405,8 @@ def _improve_nearby(
             x.curve.seconds(share + quantum) for x, share in small if share + quantum <= x.limit
         }
         tried = (
-            _best_within_seconds(devices, costs, time, quantum, limit, fewest) for time in times
+            _best_within_seconds(devices, costs, time, quantum, limit, min_devices)
+            for time in times
         )
         allocations = [found for found in tried if found is not None]
         better = max(
@@ -414,7 +419,10 @@ def _improve_nearby(
 
 
 class _Crossing(NamedTuple):
-    """An interval of step times, in seconds, in which `devices` devices first reach a rate."""
+    """The first interval of finish times in which a number of devices reaches a speed.
+
+    Times are in seconds.
+    """
 
     samples: int
     early: float
@@ -423,17 +431,17 @@ class _Crossing(NamedTuple):
 
 
 def _find_crossings(
-    devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
+    devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, min_devices: int
 ) -> list[_Crossing]:
-    """Return, for each number of devices, the first interval that reaches the rate."""
-    # Numbers of devices that never reach `rate` samples/s are left out. The intervals are of finish
-    # times. `costs` are the seconds of gradient exchange by number of devices. Numbers below
-    # `fewest` are also left out.
+    """Return, for each number of devices, the first interval of finish times that reaches `rate`.
+
+    `rate` is in samples/s. Numbers below `min_devices`, or that never reach it, are left out.
+    """
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):
         largest_first = sorted(_largest_shares(devices, late, quantum), reverse=True)
         for k, samples in enumerate(accumulate(largest_first), 1):
-            if k < fewest or k in found:
+            if k < min_devices or k in found:
                 continue
             if samples >= rate * (late + costs[k]):
                 found[k] = _Crossing(samples, early, late, k)
@@ -443,11 +451,10 @@ def _find_crossings(
 def _earliest_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """Return the allocation at the earliest time in the interval that reaches the rate.
+    """Return the allocation with the earliest finish time in the interval that reaches `rate`.
 
-    None if no device finishes any rows by then.
+    `rate` is in samples/s. Returns None if no device finishes any rows by then.
     """
-    # The rate is in samples/s.
     _, earliest, latest, k = crossing
     for _ in range(HALVINGS // 2):
         middle = (earliest + latest) / 2

@@ -1,4 +1,4 @@
-"""Divide batches into whole rows."""
+"""Divide batches into whole numbers of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import RequestError
 
 
 def check_ratios(ratios: Sequence[float]) -> None:
-    """Raise RequestError unless all ratios are finite and at least 0, and one is above 0."""
+    """Raise RequestError unless all ratios are finite and at least 0, and any is above 0."""
     if not ratios:
         raise RequestError("The list of ratios is empty.", "Give one ratio for each device.")
     for ratio in ratios:
@@ -25,9 +25,9 @@ def check_ratios(ratios: Sequence[float]) -> None:
 
 
 def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = False) -> None:
-    """Raise RequestError if a rank has no rows or `rank` doesn't exist.
+    """Raise RequestError if a rank has no rows, or if there is no rank `rank`.
 
-    `without_rows` allows ranks with 0 rows, if not all have 0.
+    With `without_rows`, ranks may have 0 rows, as long as not all do.
     """
     least = 0 if without_rows and any(shares) else 1
     for share in shares:
@@ -41,7 +41,7 @@ def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = Fal
 
 
 def is_ratio(ratio: object) -> bool:
-    """Return True for a finite number of 0 or above; bools don't count."""
+    """Return True if the value is a finite number of at least 0, but not a bool."""
     try:
         return not isinstance(ratio, bool) and math.isfinite(ratio) and ratio >= 0  # type: ignore[arg-type, operator]
     except (TypeError, OverflowError):
@@ -49,11 +49,11 @@ def is_ratio(ratio: object) -> bool:
 
 
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Divide a batch in proportion to `ratios` by largest remainders; return each device's rows.
+    """Divide a batch in proportion to `ratios`, and return the rows of each device.
 
-    The rows add up to the batch, and ties go to the earlier device. A ratio of 0 gets no rows.
-    Every other device gets at least one if there are enough. Raises RequestError for an invalid
-    batch or ratio.
+    The rows add up to the batch. They are rounded by the method of largest remainders, and ties go
+    to the earlier device. A device with ratio 0 gets no rows. Every other device gets at least one
+    row if there are enough. Raises RequestError if the batch or a ratio is invalid.
     """
     # an empty replica can abort a TensorFlow process
     check_ratios(ratios)
@@ -73,9 +73,9 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 
 def whole_number(value: object) -> int | None:
-    """Return the value as an int, or None if it is a bool or not an integer.
+    """Return a value as an int, or None if it is a bool or no integer.
 
-    Integers of NumPy and PyTorch count.
+    Integers of NumPy and PyTorch are accepted.
     """
     if isinstance(value, bool):
         return None
@@ -95,31 +95,33 @@ def _check_batch(batch: int) -> int:
 
 
 def _whole_parts(ratios: Sequence[float]) -> list[int]:
-    """Return integers in exactly the same proportion as the ratios."""
+    """Return integers that are in exactly the same proportion as the ratios."""
     pairs = [float(ratio).as_integer_ratio() for ratio in ratios]
     common = max(below for _, below in pairs)  # each is a power of two
     return [above * (common // below) for above, below in pairs]
 
 
 def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
-    """Change the sizes in place until they sum to the batch."""
-    # Samples are added or removed at the device whose size differs most from its quota. The quotas
-    # are the exact sizes by device, multiplied by `unit` so that they are whole numbers.
+    """Change sizes in place so that they add up to the batch.
+
+    `quotas` are the exact sizes by device, multiplied by `unit` so that they are whole numbers.
+    """
+    # rows are added or removed at the device whose size differs most from its quota
     while sum(sizes) != batch:
         if sum(sizes) < batch:
             i = max(quotas, key=lambda k: (quotas[k] - sizes[k] * unit, -k))
             sizes[i] += 1
         else:
-            # each device keeps a sample
+            # each device keeps a row
             above_one = [k for k in quotas if sizes[k] > 1]
             i = max(above_one, key=lambda k: (sizes[k] * unit - quotas[k], k))
             sizes[i] -= 1
 
 
 def even(batch: int, devices: int) -> tuple[int, ...]:
-    """Divide a batch into equal shares; the first ones may have one row more.
+    """Divide a batch into equal shares. If it isn't divisible, the first shares have one row more.
 
-    Raises RequestError for an invalid batch or no devices.
+    Raises RequestError if the batch is invalid or there are no devices.
     """
     if devices < 1:
         raise RequestError(f"A batch can't be split over {devices} devices.", "Name at least one.")
@@ -128,14 +130,14 @@ def even(batch: int, devices: int) -> tuple[int, ...]:
 
 
 def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the first row of each share in the batch, and the row after its last."""
+    """Return the index of each share's first row in the batch, and the index after its last."""
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def gradient_weight(sizes: Sequence[int], rank: int) -> float:
-    """Return the weight of a rank's mean gradient in the global batch's gradient.
+    """Return the weight of a rank's mean gradient in the mean gradient of the global batch.
 
-    Raises RequestError if a share is negative or all are 0.
+    `sizes` are the rows of all ranks. Raises RequestError if a size is negative or all are 0.
     """
     # with n_i rows on device i and N rows in total, the batch's mean is sum_i (n_i / N) * mean_i
     total = sum(sizes)
@@ -148,7 +150,7 @@ def gradient_weight(sizes: Sequence[int], rank: int) -> float:
 
 
 def count_passes(batch: int, micro: int) -> int:
-    """Return the number of passes for `batch` rows, with at most `micro` rows in each.
+    """Return how many passes are needed for `batch` rows, with at most `micro` rows each.
 
     Raises RequestError if `micro` isn't a whole number of at least 1.
     """
@@ -161,25 +163,29 @@ def count_passes(batch: int, micro: int) -> int:
 
 
 def split_passes(batch: int, micro: int) -> tuple[int, ...]:
-    """Return the rows of each pass, as equal as possible, with the smaller passes first.
+    """Divide a batch into passes of at most `micro` rows, and return the rows of each.
 
-    The result is () for 0 rows. Raises RequestError if `micro` isn't a whole number of at least 1.
+    The passes are as equal as possible, with the smaller ones first. Returns () for 0 rows. Raises
+    RequestError if `micro` isn't a whole number of at least 1.
     """
     passes = count_passes(batch, micro)
     return even(batch, passes)[::-1] if passes > 0 else ()
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """Return the largest global batch that, divided in these shares, needs one pass per device."""
+    """Return the largest global batch, divided as in `shares`, that takes one pass per device.
+
+    `micros` are the maximum rows per pass of each device.
+    """
     return min(
         micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share
     )
 
 
 def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
-    """Return the rows of the largest pass among devices with several passes.
+    """Return the rows of the largest pass of any device that takes several passes.
 
-    Returns None if every device needs only one pass.
+    Returns None if every device takes one pass.
     """
     several = [
         split_passes(share, micro)
@@ -190,7 +196,10 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """Return the shares for validation, each small enough for one pass."""
+    """Return shares for validation that each take only one pass.
+
+    `shares` and `micros` are the devices' rows per step and per pass in training.
+    """
     # the training shares are scaled down only if one of them needs several passes
     if tuple(shares) == tuple(micros):
         return tuple(shares)

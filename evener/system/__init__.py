@@ -1,1 +1,1 @@
-"""Access to Linux: files, signals, CPU cores and memory limits."""
+"""Functions that use Linux: files, signals, CPU cores and memory limits."""

@@ -1,8 +1,8 @@
-"""Time a fixed matrix product, which shows how fast a CPU core computes at the moment.
+"""Time a fixed matrix product, to see how fast a CPU core computes at the moment.
 
 A core is slower while its clock is low, or while its other hardware thread is busy. A step may then
 take up to 1.7 times as long, for seconds, although no thread waits for a core. A loop in Python
-showed this less well: it is slowed less by a hardware thread that uses the core's vector units.
+showed this less well, because a hardware thread that uses the core's vector units slows it less.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SAMPLE_SECONDS = 0.1  # minimum time between two samples
 
 @cache
 def name_product() -> str:
-    """Return the library and version that computes the product, or "" if NumPy isn't loaded."""
-    # products of other versions may take another time
+    """Return the library that computes the product and its version, or "" if NumPy isn't loaded."""
+    # other versions may take longer or shorter
     numpy = sys.modules.get("numpy")
     return f"numpy {numpy.__version__}" if numpy is not None else ""
 
@@ -36,7 +36,10 @@ def _make_product() -> Callable[[], object]:
 
 
 def time_product() -> float:
-    """Return the seconds of the fastest of three products, or 0 if NumPy isn't loaded."""
+    """Compute the product three times, and return the shortest time in seconds.
+
+    Returns 0 if NumPy isn't loaded.
+    """
     if not name_product():
         return 0.0
     product = _make_product()
@@ -49,20 +52,23 @@ def time_product() -> float:
 
 
 class CoreSpeed:
-    """Samples the time of the product during training."""
+    """Measures now and then during training how long a fixed matrix product takes."""
 
     def __init__(self) -> None:
         self._least_s = 0.0
         self.due_at = 0.0  # when the next sample is due, in monotonic seconds
 
     def sample(self, now: float) -> None:
-        """Time the product if a sample is due at `now`, in monotonic seconds."""
+        """Time the product, if the next measurement is due.
+
+        `now` is in seconds of the monotonic clock.
+        """
         if now >= self.due_at:
             self.due_at = now + SAMPLE_SECONDS
             took_s = time_product()
             self._least_s = min(self._least_s or took_s, took_s)
 
     def take(self) -> float:
-        """Return the shortest time in seconds since the last call, 0 without a sample."""
+        """Return the shortest time since the last call, in seconds, or 0 if none was measured."""
         least_s, self._least_s = self._least_s, 0.0
         return least_s

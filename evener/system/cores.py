@@ -1,8 +1,9 @@
-"""Find the CPU cores and memory that this process may use, and divide the cores.
+"""Find out which CPU cores and how much memory this process may use, and divide the cores.
 
-Limits of containers (cgroups version 1 and 2) are respected. A slice is one of several equal sets
-of logical CPUs; hardware threads of a core stay together if there are enough cores. The same number
-of slices gives the same CPUs in a search and in training.
+The limits of containers (cgroups version 1 and 2) are respected. The cores are divided into slices:
+equal sets of logical CPUs, each of which counts as a device. Hardware threads of a core stay in one
+slice if there are enough cores. The same number of slices always gives the same CPUs, so a training
+run uses the CPUs that the search has measured.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 
 
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """Return the bytes that the container's memory limit leaves, or None without a limit.
+    """Return how many bytes are left below the container's memory limit, or None without a limit.
 
-    Cached files that the kernel can drop count as free. If several limits apply, the smallest
-    remainder counts.
+    Cached files that the kernel can drop count as free. If there are several limits, the smallest
+    remainder is returned.
     """
 
     def remaining(folder: Path, version: int) -> float:
@@ -45,7 +46,10 @@ def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
-    """Return the bytes of available memory, within the container's limit; 0 if unknown."""
+    """Return the bytes of memory that are available on the host and within the container's limit.
+
+    Returns 0 if that is unknown.
+    """
     with suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
         if found:
@@ -58,7 +62,7 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
     """Return the number of CPUs in the container's quota, such as 1.5, or None without a quota.
 
-    If several quotas apply, the smallest counts.
+    If there are several quotas, the smallest is returned.
     """
 
     def quota(folder: Path, version: int) -> float:
@@ -84,17 +88,22 @@ _MEMORY_FILES = {
 def _least(
     controller: str, read: Callable[[Path, int], float], root: Path, membership: Path
 ) -> float | None:
-    """Return the smallest value over this process's cgroups, or None if none has a limit."""
+    """Return the smallest value for any cgroup of this process, or None if none has a limit.
+
+    `read` returns a cgroup's value, and raises ValueError or OSError if it has no limit.
+    """
     found: list[float] = []
     for folder, version in list_groups(controller, root, membership):
         with suppress(OSError, ValueError, ZeroDivisionError):
-            # raises if the group has no limit
             found.append(read(folder, version))
     return min(found, default=None)
 
 
 def list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of this process's cgroups and their version, from the innermost out."""
+    """Yield the folder and the version of each cgroup of this process, the innermost first.
+
+    `controller` is the name of the resource, such as "memory".
+    """
     lines: list[str] = []
     with suppress(OSError):
         lines = membership.read_text().splitlines()
@@ -122,7 +131,7 @@ Groups = tuple[tuple[int, ...], ...]
 def allowed_cpus() -> tuple[int, ...]:
     """Return the logical CPUs that this process may use.
 
-    A container's CPU quota reduces their number.
+    If a container has a CPU quota, only as many CPUs are returned.
     """
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     quota = container_cpus()
@@ -133,9 +142,9 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
-    """Group logical CPUs by the physical core that they share.
+    """Group logical CPUs by physical core.
 
-    If the topology is unknown, each CPU is its own group.
+    If the topology is unknown, each CPU is a group of its own.
     """
     wanted = sorted(set(cpus))
     groups: dict[tuple[int, ...], None] = {}
@@ -149,7 +158,7 @@ def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Parse a kernel list of CPUs such as "0-3,8".
+    """Parse a list of CPUs as the kernel writes it, such as "0-3,8".
 
     Raises ValueError for any other text.
     """
@@ -161,9 +170,10 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def slice_cpus(groups: Groups, count: int) -> Groups:
-    """Divide logical CPUs into `count` slices of equal size, along physical cores if possible.
+    """Divide logical CPUs into `count` slices of equal size, without dividing a core if possible.
 
-    CPUs that remain aren't in any slice. Raises RequestError if there are fewer CPUs than slices.
+    `groups` has the logical CPUs of each core. Left-over CPUs aren't in any slice. Raises
+    RequestError if there are fewer CPUs than slices.
     """
     cpus = tuple(cpu for group in groups for cpu in group)
     if count > len(cpus):
@@ -185,9 +195,9 @@ def slice_cpus(groups: Groups, count: int) -> Groups:
 
 
 def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
-    """Return the logical CPUs of a slice named such as "cpu-0-of-2".
+    """Return the logical CPUs of a slice with a name such as "cpu-0-of-2".
 
-    Returns () if the name isn't a slice's or `allowed` has too few CPUs.
+    Returns () if it isn't the name of a slice, or if `allowed` has too few CPUs.
     """
     named = _SLICE.fullmatch(device)
     if named is None:
@@ -201,9 +211,9 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
 
 
 def pin_threads(cores: Iterable[int]) -> None:
-    """Restrict all threads of this process to the given logical CPUs.
+    """Restrict all threads of this process to these logical CPUs.
 
-    Threads that they start later inherit this.
+    Threads that they start later are restricted, too.
     """
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
@@ -211,7 +221,7 @@ def pin_threads(cores: Iterable[int]) -> None:
 
 
 def cap_address_space(room_bytes: int) -> None:
-    """Limit this process's address space to its current size and `room_bytes` more."""
+    """Limit this process's address space to its current size plus `room_bytes`."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft = pages * resource.getpagesize() + room_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,7 +1,7 @@
-"""Files and folders in which evener keeps its state.
+"""The files and folders in which evener keeps its state.
 
-No state is kept in a folder that other users may write to. If an atomic write fails, the previous
-file stays intact.
+Folders that other users may write to aren't used. If an atomic write fails, the previous file stays
+as it was.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..errors import RequestError, as_request_error
 
 
 def state_folder() -> Path:
-    """Return evener's state folder, and create it if necessary.
+    """Return evener's state folder, which is created if necessary.
 
-    Raises RequestError if the folder can't be used or others may write to it.
+    Raises RequestError if the folder can't be used or other users may write to it.
     """
     import platformdirs
 
@@ -27,16 +27,16 @@ def state_folder() -> Path:
 
 
 def runs_folder() -> Path:
-    """Return the folder of all runs, and create it if necessary.
+    """Return the folder of all runs, which is created if necessary.
 
-    Raises RequestError as `state_folder` does.
+    Raises RequestError if the folder can't be used or other users may write to it.
     """
     return trusted_folder(state_folder() / "runs")
 
 
 def new_run_id() -> str:
-    """Return a new name for a run, which begins with the UTC time."""
-    # with a resolution of a quarter of a millisecond; the last digit is random
+    """Return the name for a new run. It begins with the time in UTC."""
+    # the resolution is a quarter of a millisecond, and the last digit is random
     now = time.time()
     from secrets import token_hex  # this import loads hashlib, which monitors don't need
 
@@ -45,10 +45,10 @@ def new_run_id() -> str:
 
 
 def trusted_folder(folder: Path) -> Path:
-    """Create a folder if necessary and return it, checked to be writable by this user alone.
+    """Return a folder after checking that only this user may write to it.
 
-    Raises RequestError if it can't be used, or if others own it or may write to it. Links are
-    followed.
+    It is created if necessary. Links are followed. Raises RequestError if the folder can't be used,
+    belongs to another user or may be written to by others.
     """
     with as_request_error(
         f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."
@@ -69,7 +69,7 @@ def trusted_folder(folder: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder and its missing parents, accessible to this user alone.
+    """Create a folder and its missing parents so that only this user can access them.
 
     An existing folder isn't changed.
     """
@@ -79,14 +79,14 @@ def make_private(folder: Path) -> None:
 
 
 def new_error_file() -> Path:
-    """Return the path for error details, after deleting the previous file."""
+    """Return the path of the file for details of errors, after deleting the existing file."""
     path = error_file()
     path.unlink(missing_ok=True)
     return path
 
 
 def error_file() -> Path:
-    """Return the path for error details."""
+    """Return the path of the file for details of errors."""
     return state_folder() / "errors.txt"
 
 
@@ -97,9 +97,10 @@ PIPE_SECONDS = 5.0  # timeout for the first byte from a pipe
 def read_whole(
     path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError
 ) -> bytes:
-    """Read a file of at most 4 MiB, or a pipe that is written to within five seconds.
+    """Read a whole file of at most 4 MiB, or a pipe if data arrive within five seconds.
 
-    `what` names the file's purpose in messages. Raises `error`, with `remedy`, if reading fails.
+    `what` says in error messages what the file should be, such as "plan". Raises `error`, with
+    `remedy`, if the file can't be read.
     """
     with (
         as_request_error(f"The {what} {path} can't be read", remedy, error),
@@ -115,10 +116,10 @@ def read_whole(
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that readers see either the old or the new content.
+    """Write a file so that its readers see either the old or the new content.
 
-    Keeps the permissions of an existing file, and follows links. Raises RequestError if writing
-    fails. A pipe or a device such as /dev/stdout is written to directly.
+    The permissions of an existing file are kept, and links are followed. A pipe or a device such as
+    /dev/stdout is written to directly. Raises RequestError if writing fails.
     """
     with as_request_error(
         f"{path} can't be written", "Name a file in a folder that you may write to."

@@ -11,9 +11,9 @@ _kept: deque[int] = deque()
 
 
 def make_memory_file() -> str:
-    """Create an empty file in memory, and return its path.
+    """Create an empty file in memory, and return a path at which other processes can open it.
 
-    It exists until this process ends or has created 256 more.
+    It exists until this process ends or has created 256 more such files.
     """
     # The path is under /proc, so the file needs neither disk nor folder, and no other process can
     # create it first.

@@ -1,4 +1,4 @@
-"""Replace an attribute for a while."""
+"""Replace an attribute of an object for a while."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Context manager: set an attribute of `owner`, and restore the previous one at the end."""
-    # if only the class defined the attribute, the instance loses it again
+    """A context manager that sets an attribute of `owner`, and restores it at the end."""
+    # if only the class has defined the attribute, it is deleted from the instance again
     own = vars(owner)
     had, before = name in own, own.get(name)
     setattr(owner, name, value)

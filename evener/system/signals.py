@@ -1,4 +1,4 @@
-"""Handle the signals that end a process."""
+"""Handle signals that ask a process to end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """Let the kernel send SIGTERM to this process when the thread that started it ends."""
+    """Make the kernel send SIGTERM to this process when the thread that started it ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """Context manager: restore the handlers of SIGINT, SIGTERM and SIGHUP at the end."""
+    """A context manager that restores the handlers of SIGINT, SIGTERM and SIGHUP at its end."""
     earlier = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield
@@ -32,9 +32,9 @@ def restored_signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Context manager: call `handle` with the number of each SIGINT, SIGTERM or SIGHUP.
+    """A context manager that calls `handle` with the number of each SIGINT, SIGTERM and SIGHUP.
 
-    SIGHUP stays ignored if it was, as under nohup.
+    If SIGHUP was ignored, for example because of nohup, it stays ignored.
     """
     with restored_signals():
         for number in ENDING:
@@ -45,7 +45,7 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Context manager: collect the SIGINT, SIGTERM and SIGHUP that arrive, in a list.
+    """A context manager that yields a list of the SIGINT, SIGTERM and SIGHUP that have arrived.
 
     They don't end the process meanwhile.
     """

@@ -1,7 +1,7 @@
-"""Measure how long a process waited for CPU cores, and name the programs that used them.
+"""Measure how long a process waits for CPU cores, and name the programs that use them.
 
-Linux counts how long each thread ran, and how long it was ready to run without a core
-(/proc/PID/task/TID/schedstat, readable by the process's own user). It also counts how long a
+Linux counts how long each thread ran, and how long it was ready to run but had no core
+(/proc/PID/task/TID/schedstat, which the process's own user can read). It also counts how long a
 hypervisor gave each core to other machines (steal time). Without these counters, as on other
 systems and in some containers, all times are 0.
 """
@@ -29,7 +29,7 @@ HYPERVISOR = "other virtual machines on this host"
 
 
 class CoreTimes(NamedTuple):
-    """Times of a process and its cores, in seconds from an arbitrary start."""
+    """Times of a process and its CPU cores in seconds, counted from an arbitrary start."""
 
     at_s: float = 0.0
     ran_s: float = 0.0  # total of all threads
@@ -40,7 +40,7 @@ class CoreTimes(NamedTuple):
 
 
 class Starvation(NamedTuple):
-    """Seconds in which a process waited for a core, out of a measured period."""
+    """How long a process waited for a CPU core in a period, in seconds."""
 
     wall_s: float = 0.0
     starved_s: float = 0.0  # at most wall_s
@@ -48,14 +48,15 @@ class Starvation(NamedTuple):
 
     @property
     def part(self) -> float:
-        """Fraction of the period in which the process waited, 0 for an empty period."""
+        """The fraction of the period in which the process waited, or 0 if the period is empty."""
         return self.starved_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
 class CoreWatch:
-    """Measures how long a process's threads wait for a core; by default this process's.
+    """Measures how long the threads of a process wait for a CPU core.
 
-    `cores` is the number of cores that the process may use, by default its affinity's.
+    By default, it is this process. `cores` is the number of cores that it may use, by default those
+    of its affinity.
     """
 
     def __init__(self, pid: int | None = None, cores: int | None = None) -> None:
@@ -68,11 +69,14 @@ class CoreWatch:
 
     @property
     def known(self) -> bool:
-        """True if the kernel reports the times of threads."""
+        """True if the kernel reports how long threads waited."""
         return bool(self._before)
 
     def read(self) -> Starvation:
-        """Return the time spent waiting since the last reading, or since creation."""
+        """Return how long the process waited since the last reading.
+
+        The first reading is made when this object is created.
+        """
         # The kernel's waiting times also contain waiting for other threads, and for an idle core to
         # wake up. Three limits leave that out: the CPU time that the threads missed is at most what
         # other programs, the hypervisor and the quota took; the CPU time that they wanted is at
@@ -93,8 +97,8 @@ class CoreWatch:
         return Starvation(wall_s, starved_s, max(0.0, last.throttled_s - before.throttled_s))
 
     def _read_totals(self) -> CoreTimes:
-        """Return the times of all threads so far."""
-        # a thread that is new since the last reading counts from its start
+        """Return the times of all threads and cores so far."""
+        # a thread that is new since the last reading is counted from its start
         now = _read_threads(self._tasks)
         ran_s = self._last.ran_s
         delayed_s = self._last.delayed_s
@@ -111,7 +115,7 @@ class CoreWatch:
 
 
 def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the seconds that the hypervisor took from this process."""
+    """Return the seconds that the hypervisor took from this process between two readings."""
     # The kernel counts it neither as running nor as waiting, so it is estimated: the cores' stolen
     # time times the process's fraction of their busy time.
     stolen_s, busy_s = last.stolen_s - before.stolen_s, last.busy_s - before.busy_s
@@ -122,9 +126,8 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the core seconds that others took, inf if unknown."""
+    """Return the CPU seconds that others used between two readings, or inf if unknown."""
     if not last.busy_s:
-        # the kernel doesn't report how busy the cores were
         return math.inf
     others_s = (last.busy_s - before.busy_s) - (last.ran_s - before.ran_s)
     stolen_s, throttled_s = last.stolen_s - before.stolen_s, last.throttled_s - before.throttled_s
@@ -132,8 +135,11 @@ def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
-    """Return the core seconds in which cores were idle."""
-    # Return 0 if that is unknown. A quota leaves cores idle that the process may not use.
+    """Return the seconds in which cores were idle between two readings, added up over all cores.
+
+    Returns 0 if that is unknown.
+    """
+    # a quota leaves cores idle that the process may not use
     if not last.busy_s or last.throttled_s > before.throttled_s:
         return 0.0
     used_s = last.busy_s - before.busy_s + last.stolen_s - before.stolen_s
@@ -141,9 +147,9 @@ def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
 
 
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
-    """Return the busy seconds and the seconds stolen by the hypervisor since boot, over `cores`.
+    """Return the busy time and the steal time of cores since boot, in seconds.
 
-    Both are 0 if unknown.
+    Both are added up over `cores`, and are 0 if unknown.
     """
     busy = stolen = 0
     names = {f"cpu{core}" for core in cores}
@@ -159,12 +165,11 @@ def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tup
 
 
 def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
-    """Return the nanoseconds that each thread ran and waited to run."""
+    """Return, for each thread, how many nanoseconds it ran, and how many it was ready to run."""
     found = {}
     try:
         names = os.listdir(tasks)
     except OSError:
-        # the process has exited
         return {}
     for name in names:
         with suppress(OSError, ValueError, IndexError):  # the thread may have ended
@@ -174,9 +179,9 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Return the seconds for which the container's CPU quota has stopped its processes so far.
+    """Return how long the container's CPU quota has stopped its processes so far, in seconds.
 
-    With several quotas, the longest time counts; 0 if unknown.
+    If there are several quotas, it is the longest of their times. Returns 0 if unknown.
     """
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):
@@ -189,7 +194,7 @@ def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 class ProcessUse(NamedTuple):
-    """CPU seconds of all processes at one time."""
+    """The CPU seconds that each process has used until some time."""
 
     at_s: float
     seconds: Mapping[tuple[int, str], float]  # by pid and start time
@@ -198,7 +203,7 @@ class ProcessUse(NamedTuple):
 
 
 def read_process_use() -> ProcessUse:
-    """Read the CPU seconds of all processes that are visible here."""
+    """Return the CPU seconds that each visible process has used so far."""
     seconds: dict[tuple[int, str], float] = {}
     parents = {}
     for name in os.listdir(PROC):
@@ -215,16 +220,16 @@ def read_process_use() -> ProcessUse:
 def name_competitors(
     before: ProcessUse,
     after: ProcessUse,
-    own_root: int,
+    root_pid: int,
     throttled_s: float,
-    most: int = MOST_NAMED,
-    own: int = -1,
+    max_names: int = MOST_NAMED,
+    training_pid: int = -1,
 ) -> str:
-    """Name the programs that used the most CPU between two readings, and how many cores.
+    """Return text about the programs that used most CPU between two readings, and how many cores.
 
-    `own_root`, its parent and its descendants aren't named, except for workers of the process
-    `own`. The container's quota and other virtual machines are named if they took much. Returns ""
-    if nothing did.
+    Processes under `root_pid` and its parent aren't named, except for workers of the process
+    `training_pid`. The container's quota and other virtual machines are named if they took much
+    time. Returns "" if nobody used much.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:
@@ -232,12 +237,12 @@ def name_competitors(
     taken: dict[str, float] = {}  # cores by program name; processes with the same name are added up
     for (pid, started), seconds in after.seconds.items():
         cores = (seconds - before.seconds.get((pid, started), 0.0)) / wall_s
-        mine = pid == after.parents.get(own_root) or _is_under(pid, own_root, after.parents)
-        worker = pid != own and _is_under(pid, own, after.parents)
+        mine = pid == after.parents.get(root_pid) or _is_under(pid, root_pid, after.parents)
+        worker = pid != training_pid and _is_under(pid, training_pid, after.parents)
         if cores > 0 and (worker or not mine):
             name = OWN_WORKERS if worker else name_process(pid)
             taken[name] = taken.get(name, 0.0) + cores
-    first = sorted(taken.items(), key=lambda item: -item[1])[:most]
+    first = sorted(taken.items(), key=lambda item: -item[1])[:max_names]
     named = [f"{name} ({cores:.1f} cores)" for name, cores in first if cores >= LEAST_CORES]
     if throttled_s >= 0.05 * wall_s:
         named.append(CONTAINER)
@@ -247,7 +252,7 @@ def name_competitors(
 
 
 def _is_under(pid: int, root: int, parents: Mapping[int, int]) -> bool:
-    """Return True if `pid` is `root` or one of its descendants."""
+    """Return True if `pid` is `root` or a descendant of it."""
     seen: set[int] = set()
     while pid not in seen:
         if pid == root:
@@ -258,7 +263,7 @@ def _is_under(pid: int, root: int, parents: Mapping[int, int]) -> bool:
 
 
 def name_process(pid: int) -> str:
-    """Return a process's program and script for messages, or "process PID" if it has ended."""
+    """Return the name of a process's program and script, or "process PID" if it has ended."""
     with suppress(OSError):
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
         named = [Path(word).name for word in (words[0], _find_script(words[1:])) if word]
@@ -271,8 +276,8 @@ _WITH_VALUE = ("-W", "-X")  # options of Python that are followed by a value
 
 
 def _find_script(arguments: list[str]) -> str:
-    """Return the script in Python's arguments, or "" if there is none."""
-    # the first argument that is neither an option nor an option's value
+    """Return the script among the arguments of Python, or "" if there is none."""
+    # it is the first argument that is neither an option nor an option's value
     words = iter(arguments)
     for word in words:
         if word == "-c":

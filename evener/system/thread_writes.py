@@ -1,4 +1,4 @@
-"""Count the bytes that a thread writes."""
+"""Count the bytes that a thread has written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WRITTEN = b"wchar:"
 
 
 class ThreadWrites:
-    """Counts the bytes written by the thread that creates this object."""
+    """Counts the bytes that the thread which creates this object writes."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -17,7 +17,10 @@ class ThreadWrites:
             self._descriptor = os.open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
 
     def count_bytes(self) -> int:
-        """Return the bytes written by system calls since the thread started, 0 if unknown."""
+        """Return the bytes that the thread has written so far, or 0 if unknown.
+
+        Bytes are counted in system calls, such as `write`.
+        """
         if self._descriptor < 0:
             return 0
         with suppress(OSError, ValueError, IndexError):  # for example, if the thread has ended

@@ -1,4 +1,4 @@
-"""Wait for threads to become idle."""
+"""Wait until threads are idle."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LOOK_SECONDS = 0.001
 
 
 def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
-    """Wait until all threads of this process named `name` sleep, and return True.
+    """Wait until all threads of this process with this name are asleep, and return True.
 
-    Returns False after `seconds` seconds. Without `/proc`, it waits 50 ms and returns True. Returns
-    True at once if there are no such threads.
+    Returns False if they aren't after `seconds` seconds. Returns True at once if there are no such
+    threads. Without `/proc`, it waits 50 ms and returns True.
     """
     if not _TASKS.is_dir():
         time.sleep(50 * _LOOK_SECONDS)
@@ -36,7 +36,7 @@ def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
 
 
 def _read_threads(name: str) -> dict[str, tuple[str, str]]:
-    """Return the state and the number of context switches of each thread named `name`."""
+    """Return the state and the number of context switches of each thread with this name."""
     found = {}
     for task in _TASKS.iterdir():
         with suppress(OSError):  # of a thread that has ended

@@ -38,7 +38,7 @@ def test_a_short_batch_is_cut_in_proportion(weights: list[int], rows: int) -> No
 def test_floors_are_those_of_multi_gpu_model(weights: list[int], rows: int) -> None:
     """Each part is rounded down and the last gets the rest, as in the original multi_gpu_model."""
     floors = [rows * weight // sum(weights) for weight in weights[:-1]]
-    assert Cut(weights, floors=True).sizes(rows) == (*floors, rows - sum(floors))
+    assert Cut(weights, rounds_down=True).sizes(rows) == (*floors, rows - sum(floors))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_ratios_mean_what_the_seed_meant(
     rows: int, ratios: list[float], sizes: tuple[int, ...]
 ) -> None:
     """Ratios split like multi_gpu_model(..., ratios=...) of jinkos/multi-gpus."""
-    assert Cut(ratios, floors=True).sizes(rows) == sizes
+    assert Cut(ratios, rounds_down=True).sizes(rows) == sizes
 
 
 def test_ratios_may_be_fractions() -> None:

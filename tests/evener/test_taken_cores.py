@@ -73,7 +73,7 @@ def test_a_process_beside_three_others_on_a_core_waits_three_quarters_of_the_tim
         watch, before = CoreWatch(), read_process_use()
         spin(1.0)
         starved, after = watch.read(), read_process_use()
-        named = name_competitors(before, after, NOBODY, 0.0, most=100)
+        named = name_competitors(before, after, NOBODY, 0.0, max_names=100)
     finally:
         os.sched_setaffinity(0, cores)
         end(load)
@@ -94,10 +94,14 @@ def test_programs_under_the_root_are_not_others(tmp_path: Path) -> None:
         while "busy_load.py" not in named and time.monotonic() < until:
             time.sleep(0.2)
             after = read_process_use()
-            named = name_competitors(before, after, NOBODY, 0.0, most=100)
+            named = name_competitors(before, after, NOBODY, 0.0, max_names=100)
         assert "busy_load.py" in named
-        assert "busy_load.py" not in name_competitors(before, after, os.getpid(), 0.0, most=100)
-        workers = name_competitors(before, after, os.getpid(), 0.0, most=100, own=os.getpid())
+        assert "busy_load.py" not in name_competitors(
+            before, after, os.getpid(), 0.0, max_names=100
+        )
+        workers = name_competitors(
+            before, after, os.getpid(), 0.0, max_names=100, training_pid=os.getpid()
+        )
         assert "own worker processes" in workers
     finally:
         end(load)
