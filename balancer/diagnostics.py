@@ -136,17 +136,19 @@ def check_links(
     return tuple(describe_link(each, here) for each in grouped), measurements
 
 
-def describe_link(measurements: Sequence[LinkMeasurement], here: Transport = "as it is") -> Check:
+def describe_link(
+    measurements: Sequence[LinkMeasurement], selected: Transport = "as it is"
+) -> Check:
     """Return a check of the link between some devices, measured over several transports.
 
-    The first of `measurements` used NCCL's default transport. `here` is the transport that the
+    The first of `measurements` used NCCL's default transport. `selected` is the transport that the
     user's environment variables select.
     """
     own, *others = measurements
     name = f"link {' – '.join(own.devices)}"
     found = "; ".join(map(write_link, measurements))
-    if here != own.transport:
-        return _describe_set_link(name, found, own, others, here)
+    if selected != own.transport:
+        return _describe_set_link(name, found, own, others, selected)
     if own.outcome != "ok":
         remedy = "No variable of NCCL cures it: look at the driver, the riser and the BIOS."
         if not own.ranks_met:
@@ -169,29 +171,32 @@ def describe_link(measurements: Sequence[LinkMeasurement], here: Transport = "as
 
 def _describe_set_link(
     name: str,
-    found: str,
-    own: LinkMeasurement,
+    summary: str,
+    default: LinkMeasurement,
     others: Sequence[LinkMeasurement],
-    here: Transport,
+    selected: Transport,
 ) -> Check:
-    """Check a link for which the user's environment variables replace NCCL's default transport.
+    """Check a link on which the user's environment variables replace NCCL's default transport.
 
-    The chosen transport (`here`) is compared with the default one (`own`), which may be faster or
-    work where the chosen one fails.
+    The transport that they select (`selected`) is compared with the default one (`default`), which
+    may be faster, or may work where the selected one fails.
+
+    - `name`: the name of the check.
+    - `summary`: the measured speeds as text, with which the check's own text begins.
+    - `others`: measurements over all transports other than the default one.
     """
-    # `name` and `found` are the check's
-    variables = write_variables(switches_of(here))
-    found = f"{found}; here with {variables}: {here}"
-    used = next((measurement for measurement in others if measurement.transport == here), None)
+    variables = write_variables(switches_of(selected))
+    summary = f"{summary}; here with {variables}: {selected}"
+    used = next((measurement for measurement in others if measurement.transport == selected), None)
     if used is None or used.outcome != "ok":
-        return Check(name, "problem", found, f"Unset {_name_variables(here)}.")
-    # `own` was measured over the default transport, without these variables
-    if own.outcome != "ok":
-        return Check(name, "ok", f"{found}, with which it works")
-    if own.bytes_per_second > MUCH * used.bytes_per_second:
-        remedy = f"It is faster without: unset {_name_variables(here)}."
-        return Check(name, "note", found, remedy)
-    return Check(name, "ok", found)
+        return Check(name, "problem", summary, f"Unset {_name_variables(selected)}.")
+    # `default` was measured over the default transport, without these variables
+    if default.outcome != "ok":
+        return Check(name, "ok", f"{summary}, with which it works")
+    if default.bytes_per_second > MUCH * used.bytes_per_second:
+        remedy = f"It is faster without: unset {_name_variables(selected)}."
+        return Check(name, "note", summary, remedy)
+    return Check(name, "ok", summary)
 
 
 def _name_variables(transport: Transport) -> str:
@@ -208,7 +213,7 @@ def write_link(measurement: LinkMeasurement) -> str:
 
 
 def _check_driver(backend: Backend) -> tuple[Check, int]:
-    """Check a vendor's driver, and count its GPUs."""
+    """Check a vendor's driver, and return the check with the number of its GPUs."""
     name = f"{backend.maker} driver"
     try:
         listing = backend.list_devices()
@@ -262,10 +267,13 @@ def _check_framework(name: str, gpus: int) -> Check:
     return _compare_gpus(name, words[0], int(words[1]), gpus)
 
 
-def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
-    """Report a framework's version, with a note if it sees fewer GPUs than the driver lists."""
-    found = f"{version}, sees {seen} of {gpus} GPUs"
-    if seen < gpus:
+def _compare_gpus(name: str, version: str, visible: int, gpus: int) -> Check:
+    """Report a framework's version, with a note if it sees fewer GPUs than the driver lists.
+
+    `visible` is the number of GPUs that the framework sees, and `gpus` is the driver's.
+    """
+    found = f"{version}, sees {visible} of {gpus} GPUs"
+    if visible < gpus:
         variables = " and ".join(
             filter(None, (backend.visible_variable for backend in all_backends()))
         )
@@ -277,7 +285,7 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 
 
 def _check_clashes() -> list[Check]:
-    """Find installed packages that break each other."""
+    """Check for installed packages that conflict with each other."""
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
     for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):
@@ -355,8 +363,8 @@ class HostReport(msgspec.Struct, frozen=True):
 def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
     """Check a Ray cluster: its hosts, their software, the ports between them, and the devices.
 
-    `spec` names the devices, as the option `--devices` does. `address` is the cluster's. The check
-    takes as long as the slowest host needs to import the frameworks.
+    `spec` names the devices, in the format of the option `--devices`. `address` is the address of
+    the cluster. The check takes as long as the slowest host needs to import the frameworks.
     """
     terms = parse_request(spec)
     try:
@@ -403,22 +411,28 @@ def _start_agents(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
 
 
 def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
-    """Check this host of a cluster, including the network interface to the others."""
+    """Check this host of a cluster, including its network interface to the other hosts.
+
+    `own` is the name of this host, and `hosts` are the names of all hosts of the cluster.
+    """
     others = [host for host in hosts if host != own]
     network = (_check_interface(others[0]),) if others else ()
     return HostReport((*check_machine(), *network), describe_versions())
 
 
-def _check_interface(other: str) -> Check:
+def _check_interface(other_host: str) -> Check:
     """Check that this host has a route to another host, and a usable network interface for it.
 
     The interface may also be set by the environment variables of gloo and NCCL.
     """
     name = "network interface"
-    way = find_interface(other)
+    way = find_interface(other_host)
     if not way:
         return Check(
-            name, "problem", f"no way to {other}", "Check its address and the routes of this host."
+            name,
+            "problem",
+            f"no way to {other_host}",
+            "Check its address and the routes of this host.",
         )
     chosen = [os.environ.get(variable, way) for variable in VARIABLES]
     if chosen[0] not in psutil.net_if_addrs():
@@ -436,9 +450,9 @@ def _check_interface(other: str) -> Check:
 
 
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
-    """Combine the checks of all hosts: equal results become one check.
+    """Combine the checks of all hosts, so that equal results become one check.
 
-    If a result is not the same on all hosts, its text begins with the names of the hosts that have
+    If a result isn't the same on all hosts, its text begins with the names of the hosts that have
     it.
     """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and result

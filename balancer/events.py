@@ -67,7 +67,7 @@ class Observed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
-    """The search waits until it is unpaused."""
+    """The search is paused, until it is resumed."""
 
     at_seconds: float
 
@@ -91,7 +91,7 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 
 
 class EventThread:
-    """Base class of a search that runs in its own thread and emits events.
+    """Base class for a search that runs in its own thread and emits events.
 
     Subclasses implement `_work`, which calls `_emit` for each event.
     """
@@ -105,14 +105,14 @@ class EventThread:
         self._thread = threading.Thread(target=self._drive, name="evener-session", daemon=True)
 
     def run(self, report: Callable[[Event], object]) -> None:
-        """Do the thread's work in the calling thread, and call `report` with each event."""
+        """Do the thread's work in the calling thread instead, and call `report` with each event."""
         self._emit = report
         self._work()
 
     def events(self) -> Iterator[Event]:
         """Start the thread at the first call, and yield its events until it ends.
 
-        An exception in the thread is raised here.
+        If the thread raises an exception, it is raised here.
         """
         if self._thread.ident is None:
             self._thread.start()
@@ -135,7 +135,7 @@ class EventThread:
         self._going.set()
 
     def close(self) -> None:
-        """Stop, and wait a few seconds for the thread to end."""
+        """Stop the thread, and wait a few seconds for it to end."""
         self.stop()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_SECONDS)

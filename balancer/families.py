@@ -28,7 +28,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class PlacementOptions(Protocol):
-    """The options of a comparison that concern placements of the model's parts."""
+    """The options of a comparison that say where the workload can place the parts of its model."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -55,10 +55,10 @@ class SearchView(Protocol):
 
     @property
     def singles(self) -> Sequence[Layout]:
-        """The best layout of one device; empty if there is none.
+        """The fastest layout that uses one device; empty if there is none.
 
-        If it uses gradient accumulation although one pass would surely fit, the layout with one
-        pass comes second.
+        If that layout uses gradient accumulation although one pass would surely fit in memory, the
+        list also has the layout with one pass, in second place.
         """
 
     @property
@@ -67,7 +67,7 @@ class SearchView(Protocol):
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """Layouts with equal shares over several devices."""
+        """Layouts that divide the batch equally among several devices."""
 
     @property
     def shards(self) -> Sequence[Layout]:
@@ -75,17 +75,19 @@ class SearchView(Protocol):
 
     @property
     def packs(self) -> Sequence[Layout]:
-        """The best layout of several processes on one device, for each way to share a device.
+        """The best layout with several processes on one device, for each way to share the device.
 
-        Where none has been measured yet, it is the one to measure first.
+        If no layout has been measured yet for one of these ways, the list has the layout to measure
+        first.
         """
 
 
 class Family(ABC):
-    """Base class for a kind of layout; it lists the candidates of a search, and names them.
+    """Base class for a family: a kind of layout, such as equal shares or a sharded model.
 
-    `kind` is the name of its layouts in journals and plans, and `name` the family's own name on the
-    command line. `add` registers an instance.
+    A family lists the layouts of its kind that a search should compare, and names them for users.
+    `kind` is the name of these layouts in journals and plans, and `name` is the family's name on
+    the command line. Register an instance with `add`.
     """
 
     name: str
@@ -112,20 +114,20 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
+    def title(self, layout: Layout, devices: int, is_second: bool = False) -> str:
         """Return a short name for a layout, as in the rows of a table.
 
         - `devices`: how many devices the user's request has.
-        - `another`: True for a second layout of this kind, listed beside the best one.
+        - `is_second`: True for a second layout of this kind, listed below the best one.
         """
 
     @abstractmethod
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout in words: rows and devices.
+        """Describe a layout in words: its rows and its devices.
 
-        - `labels`: the names of the devices.
-        - `ratios`: if rows are assigned by the cost of their length, each device's fraction
-          of that cost.
+        - `labels`: the names of all devices of the request.
+        - `ratios`: each device's fraction of the step's computing time, for layouts that assign
+          rows by their computing time instead of their number.
         """
 
 
@@ -145,9 +147,9 @@ def write_devices(layout: Layout, labels: Sequence[str]) -> str:
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """Return the ratios of the layout's devices as text, or "" if there are many.
+    """Return the devices' fractions as text, such as "0.600 : 0.400", or "" if there are many.
 
-    An example is "0.600 : 0.400".
+    `ratios` has one fraction for each device of the request.
     """
     parts = [ratios[i] for i in layout.active]
     return " : ".join(f"{part:.3f}" for part in parts) if len(parts) <= MOST_NAMED else ""
@@ -160,15 +162,15 @@ class SoloFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the single-device candidates of the search."""
+        """Return the layouts with a single device that the search should compare."""
         return view.singles
 
-    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return "best single device" or, with `another`, "another single device"."""
-        return "another single device" if another else BEST_SINGLE
+    def title(self, layout: Layout, devices: int, is_second: bool = False) -> str:
+        """Return "best single device" or, with `is_second`, "another single device"."""
+        return "another single device" if is_second else BEST_SINGLE
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the rows and the device in words."""
+        """Describe a layout in words, such as "256 on GPU:0 alone"."""
         alone = " alone" if len(labels) > 1 else ""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}{alone}"
 
@@ -201,7 +203,10 @@ def split_evenly(
 
 
 def is_even(layout: Layout, quantum: int = 1) -> bool:
-    """Return whether the shares of several devices differ by at most `quantum` rows."""
+    """Return whether a layout has equal shares on several devices.
+
+    Shares count as equal if they differ by at most `quantum` rows.
+    """
     active = [layout.shares[i] for i in layout.active]
     return layout.by_rows and len(active) > 1 and max(active) - min(active) <= quantum
 
@@ -218,17 +223,17 @@ class EvenFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the candidates with equal shares."""
+        """Return the layouts with equal shares that the search should compare."""
         return view.even_splits
 
-    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return "equal shares", with the device count if not all take part."""
+    def title(self, layout: Layout, devices: int, is_second: bool = False) -> str:
+        """Return "equal shares", and how many devices have one if it isn't all of them."""
         count = len(layout.active)
         name = EQUAL_SHARES if count == devices else f"equal shares over {count}"
-        return f"other {name}" if another else name
+        return f"other {name}" if is_second else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the shares and devices in words."""
+        """Describe a layout in words, such as "256 + 256 on GPU:0 + GPU:1, in equal shares"."""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}, in equal shares"
 
 
@@ -243,18 +248,18 @@ class SplitFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the candidates with unequal shares."""
+        """Return the layouts with unequal shares that the search should compare."""
         return view.splits
 
-    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return "best split" or, with `another`, "another split"."""
-        return "another split" if another else BEST_SPLIT
+    def title(self, layout: Layout, devices: int, is_second: bool = False) -> str:
+        """Return "best split" or, with `is_second`, "another split"."""
+        return "another split" if is_second else BEST_SPLIT
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the layout in words, such as "826 + 571 on GPU:0 + GPU:1".
+        """Describe a layout in words, such as "826 + 571 on GPU:0 + GPU:1".
 
-        If rows are assigned by the cost of their length, the text also has each device's fraction
-        of the cost.
+        If rows are assigned by their computing time instead of their number, the text has each
+        device's fraction of it.
         """
         where = write_devices(layout, labels)
         if not layout.costs:
@@ -265,7 +270,7 @@ class SplitFamily(Family):
 
 
 class ShardFamily(Family):
-    """The model sharded over several devices."""
+    """Layouts in which the model is sharded over several devices."""
 
     name = kind = "shard"
     fewest_devices = 2
@@ -274,15 +279,15 @@ class ShardFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the sharded candidates."""
+        """Return the layouts with a sharded model that the search should compare."""
         return view.shards
 
-    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return "shards of the model", preceded by "another" if `another` is set."""
-        return "another shards of the model" if another else "shards of the model"
+    def title(self, layout: Layout, devices: int, is_second: bool = False) -> str:
+        """Return "shards of the model", preceded by "another" if `is_second` is set."""
+        return "another shards of the model" if is_second else "shards of the model"
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return in words the shares, the devices, and each device's fraction of the model."""
+        """Describe a layout in words: its shares, its devices, and their parts of the model."""
         parts = write_ratios(layout, layout.state) if layout.state else ""
         where = write_devices(layout, labels)
         if layout.computing == layout.active:
@@ -312,22 +317,22 @@ class PackFamily(Family):
     plural = "packs"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the candidates with several processes."""
+        """Return the layouts with several processes per device that the search should compare."""
         return view.packs
 
-    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
+    def title(self, layout: Layout, devices: int, is_second: bool = False) -> str:
         """Return a name such as "pack of 3", and how the processes share the device."""
         name = f"pack of {layout.processes}{MODES.get(layout.placement, '')}"
-        return f"another {name}" if another else name
+        return f"another {name}" if is_second else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the processes, rows and device in words."""
+        """Describe a layout in words, such as "3 trainings of 256 side by side on GPU:0"."""
         where = f"{write_devices(layout, labels)}{MODES.get(layout.placement, '')}"
         return f"{layout.processes} trainings of {layout.global_batch} side by side on {where}"
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
-    """Return the layout in which the workload places its model's parts on the first devices.
+    """Return the layout in which the workload itself places its model on the first devices.
 
     None if fewer than two devices would be used, or if `batch` has fewer rows than devices are
     used.
@@ -348,7 +353,10 @@ class PlaceFamily(Family):
     plural = "placements"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return a layout for each placement; empty until the search has chosen a common batch."""
+        """Return a layout for each of the workload's placements.
+
+        Empty until the search has chosen the global batch at which layouts are compared.
+        """
         if view.common_batch is None:
             return []
         found = [
@@ -357,13 +365,13 @@ class PlaceFamily(Family):
         ]
         return [layout for layout in found if layout is not None]
 
-    def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return a name such as "place towers"."""
+    def title(self, layout: Layout, devices: int, is_second: bool = False) -> str:
+        """Return "place" and the workload's name for the placement, such as "place towers"."""
         name = f"place {layout.placement}"
-        return f"another {name}" if another else name
+        return f"another {name}" if is_second else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the rows, devices and placement in words."""
+        """Describe a layout in words: its rows, its devices, and the name of the placement."""
         where = write_devices(layout, labels)
         return f"{layout.global_batch} on {where}, the model's parts placed as {layout.placement}"
 
@@ -379,10 +387,10 @@ FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, SHAR
 
 
 def add(family: Family, traits: Traits | None = None) -> None:
-    """Register a family.
+    """Register a family, so that searches can compare its layouts.
 
-    `traits` describe the kind of its layouts; they are needed only if no other family has this
-    kind.
+    `traits` describe its kind of layout. They are needed only if no registered family has this
+    kind yet.
     """
     FAMILIES[family.name] = family
     if traits is not None:
@@ -390,7 +398,7 @@ def add(family: Family, traits: Traits | None = None) -> None:
 
 
 def find_family(name: str) -> Family:
-    """Return the family of this name, or raise RequestError."""
+    """Return the family with this name, or raise RequestError if there is none."""
     if name not in FAMILIES:
         raise RequestError(
             f"There is no family of layouts {name!r}.", f"Choose from {', '.join(FAMILIES)}."
@@ -399,7 +407,7 @@ def find_family(name: str) -> Family:
 
 
 def find_families(names: Iterable[str]) -> tuple[Family, ...]:
-    """Return the families of these names in the order of registration.
+    """Return the families with these names, in the order in which they were registered.
 
     Raises RequestError for an unknown name.
     """

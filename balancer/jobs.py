@@ -151,12 +151,11 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """Warn if TensorFlow will open servers that run code for anyone who can reach them."""
+    """Return a warning if TensorFlow will open servers that run anyone's code."""
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
     if len(job.devices) < 2 or choose_group_engine(job, job.devices) in ONE_PROCESS:
         return ()
-    # a split with one process per device: anyone who reaches its servers can run code
     return (OPEN_SERVERS,)
 
 
@@ -271,7 +270,7 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_problem(problem: Problem) -> None:
-    """Raise RequestError if the devices and batch limits leave no possible layout."""
+    """Raise RequestError if no layout is possible with these devices and batch limits."""
     quantum = problem.multiple_of
     batch = problem.global_batch
     largest = problem.largest_share
@@ -311,8 +310,8 @@ def make_comparison_job(
 ) -> Job:
     """Resolve a request to compare several kinds of layouts, and options such as XLA.
 
-    - `layouts`: names of the kinds to compare. None: all that are possible here.
-    - `knobs`: names from KNOBS of the options to try on the best layout.
+    - `layouts`: names of the kinds to compare; None means all that are possible here.
+    - `knobs`: names of the options (from KNOBS) to try on the best layout.
 
     Layouts and options that can't be used here are left out; `request.compare.left_out` of the job
     lists the reasons. Raises RequestError if no kind of layout remains, or a name is unknown.
@@ -344,23 +343,25 @@ def make_comparison_job(
     )
 
 
-def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
-    """Warn if processes on one GPU would share it through a running MPS daemon."""
+def _find_daemon_notes(job: Job, kinds: Sequence[Traits]) -> list[str]:
+    """Return a warning if processes on one GPU would share it through a running MPS daemon."""
     has_packs = any(kind.side_by_side for kind in kinds)
-    if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
-        # the trainings of a pack would share their GPU through the daemon
+    if has_packs and find_backend(job.devices[0].kind).daemon_runs():
         return ["An MPS daemon runs: processes share GPUs through it."]
     return []
 
 
 def _sort_families(
-    resolved: Job, families: Sequence[Family], placements: Sequence[Placement]
+    job: Job, families: Sequence[Family], placements: Sequence[Placement]
 ) -> tuple[list[Family], list[str]]:
-    """Separate the kinds of layouts into possible ones, and messages about the impossible ones."""
+    """Separate the possible kinds of layouts from the impossible ones.
+
+    Returns the possible ones, and a message about each impossible one.
+    """
     possible = []
     notes = []
     for family in families:
-        reason = _why_family_impossible(resolved, family, placements)
+        reason = _why_family_impossible(job, family, placements)
         if reason:
             notes.append(f"Left out: {reason}.")
         else:
@@ -369,10 +370,11 @@ def _sort_families(
 
 
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """Resolve a request for a plan, and for trying several numbers of data loader workers.
+    """Resolve a request for a plan that also tries several numbers of data loader workers.
 
-    The only name allowed in `knobs` is "workers"; RequestError is raised for others. If the number
-    can't be varied for this workload, `request.compare.left_out` of the job has the reason.
+    `knobs` are the names of the options to try. Only "workers" is allowed; RequestError is raised
+    for other names. If this workload's number of workers can't be changed,
+    `request.compare.left_out` of the job has the reason.
     """
     tried = _choose("--try", knobs, (WORKERS,))
     resolved = make_job(request)
@@ -383,21 +385,21 @@ def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
     )
 
 
-def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
-    """Return the options that can be tried here, and messages about those left out."""
+def _find_knobs(job: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
+    """Return the options that can be tried with this job, and messages about those that can't."""
     if not tried:
         return (), ()
-    if resolved.machine is not None:
+    if job.machine is not None:
         why = "Simulated devices have no XLA, other precisions or loaders; --try was left out."
         return (), (why,)
     notes: list[str] = []
-    if WORKERS in tried and resolved.framework == "tensorflow":
+    if WORKERS in tried and job.framework == "tensorflow":
         notes.append(
             "--try workers was left out: tf.data fetches rows by threads of its own; give "
             "dataset.map num_parallel_calls=tf.data.AUTOTUNE, and end with "
             "prefetch(tf.data.AUTOTUNE)."
         )
-    elif WORKERS in tried and ":" not in resolved.workload:
+    elif WORKERS in tried and ":" not in job.workload:
         notes.append(
             "--try workers was left out: the rows of a built-in workload are in memory already."
         )
@@ -406,9 +408,9 @@ def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], 
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Return the words that the user gave for a command-line option, in the order of `allowed`.
+    """Return the values that the user gave for a command-line option, in the order of `allowed`.
 
-    Raises RequestError for a word that isn't allowed.
+    Raises RequestError for a value that isn't allowed.
     """
     for word in words:
         if word not in allowed:
@@ -418,50 +420,48 @@ def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[s
     return [word for word in allowed if word in words]
 
 
-def _find_placements(resolved: Job) -> tuple[Placement, ...]:
-    if resolved.machine is not None:
+def _find_placements(job: Job) -> tuple[Placement, ...]:
+    if job.machine is not None:
         return tuple(
-            Placement(placement.name, placement.devices)
-            for placement in resolved.machine.placements
+            Placement(placement.name, placement.devices) for placement in job.machine.placements
         )
-    framework = "" if resolved.framework == "none" else resolved.framework
-    entry = registry.find(resolved.workload, framework)
+    framework = "" if job.framework == "none" else job.framework
+    entry = registry.find(job.workload, framework)
     return tuple(
         Placement(name, entry.placement_devices) for name in entry.placements if name != SINGLE
     )
 
 
-def _why_family_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
+def _why_family_impossible(job: Job, family: Family, placements: Sequence[Placement]) -> str:
     """Return why this kind of layout is impossible here, or "" if it is possible."""
     traits = family.traits
-    machine = resolved.machine
-    if len(resolved.devices) < family.fewest_devices:
-        return f"{family.name} needs two devices, and there is one ({resolved.devices[0].label})"
-    if traits.sharded and not _can_shard(resolved):
+    machine = job.machine
+    if len(job.devices) < family.fewest_devices:
+        return f"{family.name} needs two devices, and there is one ({job.devices[0].label})"
+    if traits.sharded and not _can_shard(job):
         whose = "of a machine file with [shards]" if machine else "PyTorch's"
         return f"{family.name} is {whose}"
     if not traits.placed:
         return ""
-    if len(group_by_host(resolved.devices)) > 1:
+    if len(group_by_host(job.devices)) > 1:
         return f"{family.name} needs its devices on one host"
     if placements:
         return ""
     if machine is not None:
         return "the simulated machine has no placements"
     *names, last = [name for name in registry.names() if registry.find(name).placements]
-    return f"{resolved.workload} has no placements; {', '.join(names)} and {last} have some"
+    return f"{job.workload} has no placements; {', '.join(names)} and {last} have some"
 
 
-def _can_shard(resolved: Job) -> bool:
-    simulated = resolved.machine is not None and bool(resolved.machine.shards)
-    return bool(resolved.problem.shards) or simulated
+def _can_shard(job: Job) -> bool:
+    simulated = job.machine is not None and bool(job.machine.shards)
+    return bool(job.problem.shards) or simulated
 
 
-def _pack_modes(resolved: Job) -> tuple[PackMode, ...]:
+def _pack_modes(job: Job) -> tuple[PackMode, ...]:
     """Return the ways in which several processes can share the first device.
 
     "" stands for plain processes, "logical" for logical devices of TensorFlow.
     """
-    parts = find_backend(resolved.devices[0].kind).own_memory and resolved.framework == "tensorflow"
-    # plain processes, and logical devices of TensorFlow
+    parts = find_backend(job.devices[0].kind).own_memory and job.framework == "tensorflow"
     return ("", "logical") if parts else ("",)

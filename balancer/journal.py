@@ -46,7 +46,7 @@ class UnwrittenError(RequestError):
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
-    """First line of a journal: the request, and the devices that it was resolved to."""
+    """First line of a journal: the request, and the devices that were found for it."""
 
     run: str
     created: str  # UTC, RFC 3339
@@ -62,7 +62,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
 
     @property
     def job(self) -> Job:
-        """The job of this run; the description of a simulated machine is missing."""
+        """The job of this run, without the description of a simulated machine."""
         return Job(
             self.request,
             self.devices,
@@ -88,7 +88,7 @@ class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry
 
 
 class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
-    """Journal entry: what is known about software, workload and data."""
+    """Journal entry: what probes have reported about the software, the workload and its data."""
 
     facts: Facts
 
@@ -127,7 +127,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def facts(self) -> Facts:
-        """The latest facts about software, workload and data; empty ones if none were written."""
+        """The latest facts about software, workload and data; empty if none were written."""
         return next(
             (entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)),
             Facts(),
@@ -158,7 +158,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """How the search ended last: with a plan or with an error.
+        """The last entry about an end of the search: it ended with a plan, or with an error.
 
         None if it was killed before its end, or if it was resumed and hasn't ended since.
         """
@@ -174,7 +174,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> Finished | None:
-        """The last entry if the search ended with a plan, else None."""
+        """The journal's last entry if the search ended with a plan, else None."""
         last = self.last_end
         return last if isinstance(last, Finished) else None
 
@@ -244,10 +244,10 @@ def reopen(path: Path) -> tuple[Journal, JournalContents]:
 
 
 def read(path: Path, *, foreign: bool = False) -> JournalContents:
-    """Read a journal; with `foreign`, it may come from another user.
+    """Read a journal.
 
-    Raises RequestError if it is broken or, without `foreign`, writable by others. An incomplete
-    last line is left out.
+    `foreign` allows a journal of another user. Raises RequestError if the journal is broken or,
+    without `foreign`, if others may write to it. An incomplete last line is left out.
     """
     content = read_trusted(path, foreign=foreign)
     if foreign and b'"header"' not in content.partition(b"\n")[0]:
@@ -271,7 +271,7 @@ def read(path: Path, *, foreign: bool = False) -> JournalContents:
 
 
 def _explain_broken_line(line: str, foreign: bool) -> str:
-    """Return what to do about a broken line."""
+    """Return what the user should do about a broken line."""
     return (
         "Copy the file again."
         if foreign
@@ -306,7 +306,7 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
 
 
 def _decode(text: bytes) -> Entry:
-    """Decode a line, also if an older version has written it."""
+    """Decode a line of a journal, including lines that an older version wrote."""
     try:
         return _decoder.decode(text)
     except msgspec.ValidationError:
@@ -333,7 +333,10 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _check_against_header(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """Return the entry, or raise RequestError if it doesn't fit the header."""
+    """Return the entry, or raise RequestError if it doesn't match the journal's header.
+
+    `where` names the entry's line in the error.
+    """
     if isinstance(entry, Header):
         raise RequestError(
             f"{where} is a second header.", _explain_broken_line("that line", foreign)
@@ -373,13 +376,13 @@ def _layout_sound(layout: Layout, devices: int) -> bool:
     return all(min(1, share) <= rows <= share for rows, share in pairs)
 
 
-def _timed_sound(seen: Timed, devices: int) -> bool:
-    ordered = seen.low_seconds <= seen.step_seconds <= seen.high_seconds
+def _timed_sound(measurement: Timed, devices: int) -> bool:
+    ordered = measurement.low_seconds <= measurement.step_seconds <= measurement.high_seconds
     return (
         ordered
-        and len(seen.memory_bytes) == len(seen.device_seconds) == devices
-        and len(seen.work) in (0, devices)
-        and len(seen.parts) in (0, devices)
+        and len(measurement.memory_bytes) == len(measurement.device_seconds) == devices
+        and len(measurement.work) in (0, devices)
+        and len(measurement.parts) in (0, devices)
     )
 
 

@@ -29,16 +29,16 @@ class TrainingMethod(msgspec.Struct, frozen=True):
         return round(parameters * (self.divided_bytes + self.whole_bytes))
 
     def largest_whole(self, limits: Sequence[int]) -> int:
-        """Return the largest parameter count that fits unsharded on each device.
+        """Return the largest parameter count that fits on each device without sharding.
 
-        `limits` are the usable bytes of the devices.
+        `limits` are the usable bytes of each device.
         """
         return int(min(limits) / (self.divided_bytes + self.whole_bytes))
 
     def largest_sharded(self, limits: Sequence[int]) -> int:
         """Return the largest parameter count that fits if the model is sharded over all devices.
 
-        `limits` are the usable bytes of the devices.
+        `limits` are the usable bytes of each device.
         """
         most = sum(limits) / (self.divided_bytes + len(limits) * self.whole_bytes)
         return int(min(most, min(limits) / self.whole_bytes) if self.whole_bytes else most)

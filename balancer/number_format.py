@@ -9,15 +9,15 @@ from evener.shares.whole_rows import split_passes
 
 
 def rate(samples_per_second: float) -> str:
-    """Format samples/s: two decimals below 100, one below 1000, else whole and grouped."""
+    """Format samples/s: two decimals below 100, one below 1000, else a whole number."""
     for digits, limit in ((2, 99.995), (1, 999.95)):
         if samples_per_second < limit:
             return f"{samples_per_second:.{digits}f}"
-    return count_words(samples_per_second)
+    return group_digits(samples_per_second)
 
 
 def factor(times: float) -> str:
-    """Format a ratio: two digits below 10, else a whole number."""
+    """Format a ratio with two digits if it is below 10, else as a whole number."""
     return f"{times:.2g}" if times < 10 else f"{times:.0f}"
 
 
@@ -56,9 +56,9 @@ def write_share(batch: int, micro: int) -> str:
 
 
 def relative_error(value: float, low: float, high: float) -> float:
-    """Return the half-width of an interval relative to its value, or 0 if the value is 0.
+    """Return half of the interval's width relative to the value, or 0 if the value is 0.
 
-    If the upper half of the interval is the longer one, its width is used.
+    If the upper bound is farther from the value than the lower one, its distance is used instead.
     """
     # near 0, an interval may be lopsided
     return max(high - value, (high - low) / 2) / value if value else 0.0
@@ -89,7 +89,7 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Format the seconds of a step in milliseconds; from 10 s on, as a duration."""
+    """Format the time of a step in milliseconds or, if it is 10 s or more, as a duration."""
     return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
 
 
@@ -102,8 +102,8 @@ def size(count: float) -> str:
     return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
 
 
-def count_words(count: float) -> str:
-    """Format a whole number with spaces between groups of three digits."""
+def group_digits(count: float) -> str:
+    """Format a whole number with its digits in groups of three, separated by spaces."""
     return f"{count:,.0f}".replace(",", " ")
 
 
@@ -113,7 +113,10 @@ def millions(count: int) -> str:
 
 
 def join_shares(shares: Sequence[Sequence[int]]) -> str:
-    """Format shares joined by "+", from pairs of (rows, largest pass)."""
+    """Format shares as text, joined by "+", such as "826 + 571".
+
+    `shares` has the rows of each share, and the rows of its largest pass.
+    """
     words = [write_share(rows, micro) for rows, micro in shares]
     return " + ".join(f"({share})" if "=" in share and len(words) > 1 else share for share in words)
 

@@ -13,10 +13,10 @@ from .types import Power, Timed
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """A metric that a search maximizes; samples/s unless a subclass overrides `value`.
+    """A metric that a search maximizes; it is samples/s unless a subclass overrides `value`.
 
-    With `trades_speed`, a layout may be chosen that is up to `max_slowdown` slower than the fastest
-    one, if its metric is higher.
+    With `trades_speed`, the search may choose a layout that is up to `max_slowdown` slower than the
+    fastest one, if the metric of that layout is higher.
     """
 
     name: str  # its name on the command line, in journals and in JSON
@@ -27,18 +27,19 @@ class Objective(msgspec.Struct, frozen=True):
     needs_lengths: bool = False  # needs rows that have lengths
     needs_energy: bool = False  # needs the power of the devices
 
-    def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
+    def value(self, samples_per_second: float, measurements: Iterable[Timed]) -> float:
         """Return the metric of a layout.
 
-        `samples_per_second` is the layout's throughput, and `turns` are its repeated measurements.
+        `samples_per_second` is the layout's throughput. `measurements` are its repeated
+        measurements, for metrics that need more than the throughput.
         """
         return samples_per_second
 
-    def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
+    def costs(self, measurements: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
         """Return each device's cost per second while it computes, and while it is idle.
 
-        The cost is in the subclass's unit, such as watts. A layout's metric is predicted as its
-        throughput divided by the total cost of all devices. Empty if unknown.
+        A subclass chooses the unit of the cost, such as watts. The metric of a layout is predicted
+        as its throughput divided by the total cost of all devices. Empty if the costs are unknown.
         """
         return []
 
@@ -47,32 +48,32 @@ class Objective(msgspec.Struct, frozen=True):
         return f"{value:.3g} {self.unit}"
 
 
-def mean_power(turns: Iterable[Timed]) -> Power | None:
-    """Return the mean power, in watts, or None if no measurement knows it.
+def mean_power(measurements: Iterable[Timed]) -> Power | None:
+    """Return the mean power in watts over the measurements in which all devices reported it.
 
-    Only measurements in which every device reported its power count.
+    None if there is no such measurement.
     """
-    known = [seen.power for seen in turns]
+    known = [seen.power for seen in measurements]
     return Power.mean([power for power in known if power is not None])
 
 
 class Energy(Objective, frozen=True):
     """Energy efficiency as the metric: samples per joule."""
 
-    def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
+    def value(self, samples_per_second: float, measurements: Iterable[Timed]) -> float:
         """Return samples per joule, or 0 if the power is unknown."""
-        power = mean_power(turns)
+        power = mean_power(measurements)
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
-    def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return the power of each device in watts: while computing, and while idle.
+    def costs(self, measurements: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
+        """Return the power of each device in watts, while it computes and while it is idle.
 
-        The first is the highest measured, the second the lowest; 0 where not measured. The list is
-        empty if no device was measured while computing.
+        For computing, this is the highest power that was measured; for idling, the lowest. 0 stands
+        for an unknown power. The list is empty if no computing device's power is known.
         """
         active = [0.0] * devices
         idle: list[list[float]] = [[] for _ in range(devices)]
-        for timed in seen:
+        for timed in measurements:
             for i, watts in enumerate(timed.watts):
                 if not watts:
                     continue
@@ -104,12 +105,12 @@ OBJECTIVES: dict[str, Objective] = {one.name: one for one in (SPEED, TOKENS, SAM
 
 
 def add(objective: Objective) -> None:
-    """Register an objective by its name."""
+    """Register an objective, so that requests can name it."""
     OBJECTIVES[objective.name] = objective
 
 
 def find_objective(name: str) -> Objective:
-    """Return the objective of this name, or raise RequestError."""
+    """Return the objective with this name, or raise RequestError if there is none."""
     if name not in OBJECTIVES:
         raise RequestError(
             f"There is no objective {name!r}.", f"Choose from {', '.join(OBJECTIVES)}."

@@ -51,7 +51,7 @@ def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename(part: Any, old: str, new: str) -> None:
-    """Rename a key in an object, or in each object of a list; other values are skipped."""
+    """Rename a key in an object, or in each object of a list; other values are ignored."""
     objects = part if isinstance(part, list) else [part]
     for each in objects:
         if isinstance(each, dict) and old in each:

@@ -55,7 +55,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, dict=True):
-    """A request with its devices, workload and framework resolved."""
+    """A request whose devices, workload and framework have been found."""
 
     request: Request
     devices: tuple[Device, ...]
@@ -74,7 +74,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def problem(self) -> Problem:
-        """The search's input, such as batch limits and memory, made from request and devices."""
+        """The input of the search, such as batch limits and memory limits."""
         request = self.request
         devices = self.devices
         micro = allows_passes(request, self.framework)
@@ -98,7 +98,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
 
 def _number(values: Iterable[object]) -> tuple[int, ...]:
-    """Return a number for each value, counted from 0, so that equal values get equal numbers."""
+    """Number the distinct values from 0, and return the number of each value."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
@@ -113,10 +113,10 @@ def allows_passes(request: Request, framework: str) -> bool:
 
 
 def assigns_by_cost(request: Request, framework: str) -> bool:
-    """Return whether rows are assigned by their computing time, which depends on their length.
+    """Return whether rows are assigned to devices by their computing time, not by their number.
 
-    Otherwise they are only counted. This needs PyTorch, input from the host, passes, and an
-    objective that uses row lengths.
+    The computing time of a row depends on its length. This needs PyTorch, input from the host,
+    gradient accumulation, and an objective that uses row lengths.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

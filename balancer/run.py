@@ -65,7 +65,7 @@ class OpenRun(msgspec.Struct):
 def open_run(
     request: Request, *, resume: str | None = None, extend_seconds: float | None = None
 ) -> OpenRun:
-    """Begin a run or, if `resume` names one, reopen it; the caller closes the result in the end.
+    """Begin a run or, if `resume` names one, reopen it. The caller has to close the result.
 
     `extend_seconds` gives a resumed run this much additional time. Raises RequestError for an
     invalid request, and DeviceError if devices are missing or in use.
@@ -151,8 +151,11 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 def _choose_budget(
     record: JournalContents, request: Request, extend_seconds: float | None
 ) -> float | None:
-    """Return the budget in seconds for a resumed run; None means no limit."""
-    # `extend_seconds` are added to the time already spent
+    """Return the budget in seconds for a resumed run; None means no limit.
+
+    `extend_seconds` is added to the time already spent. Without it, the request's budget is used,
+    or the run's own if the request has the default budget.
+    """
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
     # the default counts as no budget
@@ -161,19 +164,22 @@ def _choose_budget(
 
 
 def _read_budget(record: JournalContents) -> float | None:
-    """Return the budget that applied last to the run, in seconds; None means no limit."""
+    """Return the run's current budget in seconds; None means no limit.
+
+    This is the original budget, unless a resumed search had another one.
+    """
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
-    # the last raised budget, or else the original one
     return record.header.request.budget_seconds if raised is None else raised
 
 
 def _check_request(header: Header, request: Request) -> None:
-    """Raise RequestError if an option differs from the run's and would invalidate measurements."""
+    """Raise RequestError if an option differs from the run's and would invalidate measurements.
+
+    Options with their default values aren't compared.
+    """
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     unsaid = Request()
-    # with another option, the earlier measurements wouldn't be valid; a default value counts as not
-    # given
     for field in Request.__struct_fields__:
         given = getattr(request, field)
         if field not in CHANGEABLE and given not in (getattr(kept, field), getattr(unsaid, field)):

@@ -174,61 +174,62 @@ class Session(EventThread):
         self._running[progress.probe] = progress
         self._emit(progress)
 
-    def _always_fails(self, seen: Observation) -> bool:
-        """Return whether the user's code has failed before anything was measured.
+    def _always_fails(self, observation: Observation) -> bool:
+        """Return whether the user's code failed and has never succeeded in this search.
 
-        It would then fail on every device, so the search ends.
+        It would then fail on every device too, so the search ends.
         """
-        failed = isinstance(seen, Failed) and seen.user_code
-        # such code would fail on every device
+        failed = isinstance(observation, Failed) and observation.user_code
         return failed and not any(isinstance(one, Timed) for one in self._seen)
 
-    def _record_observation(self, seen: Observation) -> None:
+    def _record_observation(self, observation: Observation) -> None:
         """Write an outcome to the journal, and pass it to the search."""
         at = self._now()
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
             self._store_facts(facts, at)
-        self._run.write(ObservationEntry(seen, at))
-        self._keep_link(seen)
-        self._seen.append(seen)
-        self._out_of_memory += isinstance(seen, OutOfMemory)
-        self._check_energy(seen, at)
-        self._search.tell(seen)
-        self._running.pop(seen.probe, None)
+        self._run.write(ObservationEntry(observation, at))
+        self._keep_link(observation)
+        self._seen.append(observation)
+        self._out_of_memory += isinstance(observation, OutOfMemory)
+        self._check_energy(observation, at)
+        self._search.tell(observation)
+        self._running.pop(observation.probe, None)
         belief, best = self._search.belief(), self._search.best()
-        self._emit(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
+        self._emit(Observed(observation, belief, best, len(self._seen), self._out_of_memory, at))
 
-    def _keep_link(self, seen: Observation) -> None:
+    def _keep_link(self, observation: Observation) -> None:
         """Save the link speed that a probe measured between its devices, for later runs."""
         # only a probe of a split can measure the link
-        if not isinstance(seen, Timed) or not seen.link_bytes_per_second:
+        if not isinstance(observation, Timed) or not observation.link_bytes_per_second:
             return
-        devices = tuple(self._job.devices[i] for i in seen.probe.layout.active)
+        devices = tuple(self._job.devices[i] for i in observation.probe.layout.active)
         if devices not in self._linked:
             self._linked.add(devices)
-            note_link(devices, self._job.driver, seen.link_path, seen.link_bytes_per_second)
+            note_link(
+                devices, self._job.driver, observation.link_path, observation.link_bytes_per_second
+            )
 
-    def _check_energy(self, seen: Observation, at: float) -> None:
+    def _check_energy(self, observation: Observation, at_seconds: float) -> None:
         """Raise RequestError if the objective needs energy, and a device doesn't report any."""
         if not find_objective(self._job.request.objective).needs_energy or not isinstance(
-            seen, Timed
+            observation, Timed
         ):
             return
         timed = [one for one in self._seen if isinstance(one, Timed)]
-        for position in seen.probe.layout.active:
+        for position in observation.probe.layout.active:
             own = [one.watts for one in timed if position in one.probe.layout.active]
             # a device has two successful probes to report its energy
             if len(own) < 2 or any(watts and watts[position] is not None for watts in own):
                 continue
             label = self._job.devices[position].label
             raise self._fail(
-                at,
+                at_seconds,
                 f"{label} reports no energy, so samples per joule can't be compared.",
                 "Leave --objective out, or choose other devices.",
             )
 
-    def _store_facts(self, facts: Facts, at: float) -> None:
+    def _store_facts(self, facts: Facts, at_seconds: float) -> None:
         """Write new facts to the journal, and pass them to the search.
 
         Raises RequestError if the objective counts tokens, but rows have no lengths.
@@ -238,15 +239,15 @@ class Session(EventThread):
         self._search.learn_data(facts)
         if find_objective(self._job.request.objective).needs_lengths and not facts.lengths:
             raise self._fail(
-                at,
+                at_seconds,
                 f"{self._job.workload} gives no lengths of its rows, or all are equal, so tokens "
                 f"can't be counted.",
                 "Leave --objective out, or see evener help workload.",
             )
 
-    def _fail(self, at: float, message: str, remedy: str) -> RequestError:
+    def _fail(self, at_seconds: float, message: str, remedy: str) -> RequestError:
         """Write an error to the journal, and return it as an exception."""
-        self._run.write(FailedEntry(message, at))
+        self._run.write(FailedEntry(message, at_seconds))
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
@@ -270,7 +271,7 @@ class Session(EventThread):
         return alarms
 
     def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
-        """Stop probes that run past the budget, which ends the search.
+        """Stop probes that are still running after the budget is spent, which ends the search.
 
         Nothing is stopped if a probe is in one of the phases in `spared`.
         """
@@ -333,12 +334,11 @@ class Session(EventThread):
         return self._prober.now() - self._paused_seconds
 
     def _seconds(self) -> float:
-        """Return the seconds that the search took in total.
+        """Return how many seconds the search took in total.
 
-        If a resumed run measured nothing new, that is the time it took before.
+        For a resumed run that measured nothing new, this is the time from before it was resumed.
         """
         if len(self._seen) == self._run.replayed:
-            # a resumed run had nothing left to measure
             return self._run.record.clock_seconds
         return max(0.0, self._now())
 
@@ -349,11 +349,10 @@ class Session(EventThread):
 
 
 def latest_end(budget_seconds: float | None) -> float:
-    """Return the latest time at which a probe may end, in seconds of the search.
+    """Return the latest time at which a probe may end, in seconds since the search began.
 
     It is a grace period after the end of the budget; inf without a budget.
     """
-    # even while they run steps
     return (
         math.inf
         if budget_seconds is None
@@ -366,7 +365,7 @@ def _is_being_built(progress: ProbeProgress) -> bool:
 
 
 def _find_link(job: Job) -> KnownLink | None:
-    """Return the link between the devices as measured by an earlier run, or None."""
+    """Return the link between the job's devices, as an earlier run measured it, or None."""
     # only PyTorch exchanges gradients by the all-reduces with which links are measured
     if job.simulated or job.framework != "torch":
         return None

@@ -51,11 +51,14 @@ class SessionState(msgspec.Struct, frozen=True):
 
 
 def first_state(
-    devices: Sequence[Device], workload: str, run: str = "", kept: Sequence[ObservationEntry] = ()
+    devices: Sequence[Device],
+    workload: str,
+    run: str = "",
+    previous: Sequence[ObservationEntry] = (),
 ) -> SessionState:
     """Return the state before the first event of a search.
 
-    `kept` has the outcomes that a resumed run starts with.
+    `previous` has the outcomes from before a run was resumed.
     """
     labels, names = zip(*((device.label, device.name) for device in devices), strict=True)
     return SessionState(
@@ -63,10 +66,10 @@ def first_state(
         devices=labels,
         names=names,
         workload=workload,
-        seen=tuple(kept[-KEPT_OBSERVATIONS:]),
-        probes=len(kept),
-        out_of_memory=sum(isinstance(each.seen, OutOfMemory) for each in kept),
-        at_seconds=kept[-1].at_seconds if kept else 0.0,
+        seen=tuple(previous[-KEPT_OBSERVATIONS:]),
+        probes=len(previous),
+        out_of_memory=sum(isinstance(each.seen, OutOfMemory) for each in previous),
+        at_seconds=previous[-1].at_seconds if previous else 0.0,
     )
 
 
@@ -91,7 +94,7 @@ def advance(state: SessionState, event: Event) -> SessionState:
 
 
 def _replace_report(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
-    """Return the running probes' latest progress, with one probe's report replaced or added."""
+    """Return the latest progress of each running probe, updated with a new report."""
     return tuple(({each.probe: each for each in state.running} | {newest.probe: newest}).values())
 
 
@@ -127,7 +130,7 @@ def best_solo(state: SessionState, device: int) -> Timed | None:
 
 
 def chosen_layout(state: SessionState) -> Layout | None:
-    """Return the plan's layout; during the search, the best layout so far, or None."""
+    """Return the plan's layout or, during the search, the best layout so far; None if unknown."""
     if state.finished is not None:
         shares = state.finished.plan.layout.share
         return layout_of(
@@ -137,9 +140,9 @@ def chosen_layout(state: SessionState) -> Layout | None:
 
 
 def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
-    """Return the smallest pass, in rows, that ran out of memory when a device trained alone.
+    """Return the smallest number of rows at once for which a device alone ran out of memory.
 
-    None if that has not happened.
+    None if that hasn't happened.
     """
     failed = [
         entry.seen.probe.layout.pass_rows[device]
@@ -149,8 +152,8 @@ def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
     return min(failed, default=None)
 
 
-def largest_run(state: SessionState, device: int) -> int:
-    """Return the largest pass, in rows, that ran on a device; 0 if none did."""
+def largest_pass_run(state: SessionState, device: int) -> int:
+    """Return the most rows that a device has computed at once; 0 if no probe succeeded."""
     return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
 
@@ -196,9 +199,9 @@ def _rival(
 
 
 def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the rows of the comparison: the best layout, then those it is compared with.
+    """Return the rows of the comparison: the best layout, then the layouts it is compared with.
 
-    While the search runs, it is the best layout so far.
+    While the search is running, the best layout is the best so far.
     """
     if state.finished is None:
         return _rivals_so_far(state)
@@ -236,20 +239,19 @@ def _list_solos(state: SessionState) -> list[Timed]:
     return [each for each in alone if each is not None]
 
 
-def _is_other(seen: Timed, best: Result | None) -> bool:
+def _is_other(measurement: Timed, best: Result | None) -> bool:
     """Return whether a measurement is of a layout other than the best one."""
-    # not the best layout itself, nor the same single device with another batch
-    return best is None or not _is_same_layout(seen.probe.layout, best.layout)
+    return best is None or not _is_same_layout(measurement.probe.layout, best.layout)
 
 
-def _is_even_on_all(seen: Timed) -> bool:
-    layout = seen.probe.layout
+def _is_even_on_all(measurement: Timed) -> bool:
+    layout = measurement.probe.layout
     return is_even(layout) and all(layout.shares)
 
 
-def _is_same_layout(one: Layout, other: Layout) -> bool:
-    """Return whether layouts have equal shares, or use the same single device."""
-    return one.shares == other.shares or (one.traits.alone and one.active == other.active)
+def _is_same_layout(layout: Layout, other: Layout) -> bool:
+    """Return whether two layouts have the same shares, or use the same single device."""
+    return layout.shares == other.shares or (layout.traits.alone and layout.active == other.active)
 
 
 def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
@@ -260,12 +262,13 @@ def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
 
 
 def plan_rivals(
-    plan: Plan, labels: tuple[str, ...], at_batch: bool = False
+    plan: Plan, labels: tuple[str, ...], at_plan_batch: bool = False
 ) -> tuple[RatedLayout, ...]:
     """Return the layouts to compare a plan with: equal shares, one device, a larger batch.
 
-    The last row adds up the throughputs of all devices that train alone. With `at_batch`, these are
-    taken at the plan's global batch where it was measured, else at each device's best batch.
+    The last row is the sum of the devices' throughputs when each trains alone. With
+    `at_plan_batch`, these are measured at the plan's global batch where possible, else at each
+    device's best batch.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for evidence in plan.evidence:
@@ -280,7 +283,7 @@ def plan_rivals(
     shown = [each for each in (split, single) if each is not None]
     larger = found.get("larger_batch", [])[:1]
     shown += [each for each in larger if each.layout not in [one.layout for one in shown]]
-    solos = alone_at_batch(plan) if at_batch else best_alone(plan)
+    solos = alone_at_batch(plan) if at_plan_batch else best_alone(plan)
     return (
         *(_plan_rival(plan, each, labels) for each in shown),
         *_sum([throughput_interval(each.throughput) for each in solos.values()]),
@@ -292,7 +295,7 @@ def _rank_split(evidence: Evidence) -> tuple[bool, float]:
 
 
 def find_single(plan: Plan) -> Evidence | None:
-    """Return the best measurement of one device alone, other than the plan's own, or None."""
+    """Return the best measurement of a single device other than the plan's own, or None."""
     compared = [evidence for evidence in plan.evidence if evidence.kind == "best_device"]
     compared = _without_own_device(plan, compared)
     # plans of older versions have no such evidence if no single device took part in the race
@@ -301,7 +304,7 @@ def find_single(plan: Plan) -> Evidence | None:
 
 
 def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
-    """Return measurements of single devices, without the device that the plan itself uses alone."""
+    """Return the measurements of single devices, without the one that the plan itself uses."""
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     return [evidence for evidence in solos if _positions(evidence.layout) != own]
 
@@ -328,17 +331,17 @@ def _plan_rival(plan: Plan, evidence: Evidence, labels: tuple[str, ...]) -> Rate
 def _name_even(plan: Plan, even: Evidence) -> str:
     """Return the name of a layout with equal shares.
 
-    If the plan has equal shares too, the name says which of the two batches is larger.
+    If the plan has equal shares too, the name says whether this layout's batch is larger or
+    smaller.
     """
     own, batch = plan.layout.batches, even.layout.global_batch
     if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
         return EQUAL_SHARES
-    # the plan is an even split too
     return f"{EQUAL_SHARES}, {'larger' if batch > sum(own) else 'smaller'} batch"
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:
-    """Return the throughput of an earlier, faster measurement of this device at this batch.
+    """Return a single device's throughput in an earlier, faster measurement at the same batch.
 
     0 if there is none.
     """
@@ -353,7 +356,6 @@ def _find_earlier(plan: Plan, single: Evidence) -> float:
         and _positions(evidence.layout) != _positions(plan.layout)
     ]
     most = max(same, default=0.0)
-    # 0 unless the other device was faster
     return most if most > _speed(single) else 0.0
 
 
@@ -367,12 +369,12 @@ def _speed(evidence: Evidence) -> float:
 
 
 def best_alone(plan: Plan) -> dict[int, Evidence]:
-    """Return each device's fastest measurement alone, by device position."""
+    """Return the fastest measurement of each device on its own, by device position."""
     return _choose_alone(plan, _speed)
 
 
 def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
-    """Return a measurement of each device alone, at the plan's global batch where possible."""
+    """Return a measurement of each device on its own, at the plan's global batch where possible."""
     batch = plan.layout.global_batch
 
     def prefer(evidence: Evidence) -> tuple[bool, bool, float]:
@@ -401,12 +403,12 @@ def _fastest(measurements: list[Timed]) -> Timed | None:
 
 
 def throughput_interval(throughput: Throughput) -> Interval:
-    """Return a plan's throughput as an interval, in samples/s."""
+    """Convert the throughput in a plan to an interval, in samples/s."""
     return Interval(throughput.samples_per_second, throughput.low, throughput.high)
 
 
 def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
-    """Return the total throughput of single devices as a row of the comparison.
+    """Return the sum of the devices' throughputs as a row of the comparison.
 
     Empty for fewer than two devices.
     """
@@ -481,9 +483,6 @@ def seconds_left(state: SessionState) -> float | None:
 
 
 def own_speed(running: ProbeProgress, device: int) -> float:
-    """Return the samples/s of one device in a running probe.
-
-    It is 0 before the probe has a rate.
-    """
+    """Return the samples/s of one device in a running probe; 0 if they aren't known yet."""
     layout = running.probe.layout
     return (running.samples_per_second or 0.0) * layout.shares[device] / max(1, layout.global_batch)

@@ -14,8 +14,8 @@ NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 # a higher correlation of consecutive values can't be estimated from few values
 MOST_CORRELATION = 0.8
 UNKNOWN = 0.25  # relative error of samples/s above which they aren't compared
-# relative standard error of a lone step, whose probe can't show its noise: steps of seconds vary by
-# 1 or 2 %, and the first timed step may still allocate
+# relative standard error of a single step, because its probe can't show its noise: steps of seconds
+# vary by 1 or 2 %, and the first timed step may still allocate
 LONE_ERROR = 0.03
 # number of steps that this assumption counts for, beside one measured difference of two steps,
 # which may be small by chance
@@ -30,17 +30,18 @@ STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
 # fmt: on
 
 
-def student(freedom: int) -> float:
+def student(degrees_of_freedom: int) -> float:
     """Return the two-sided 95 % quantile of Student's t distribution.
 
-    Exact to four decimals up to 20 degrees of freedom; beyond, the first term of the expansion in
-    Abramowitz and Stegun, 26.7.5. Raises ValueError for fewer than 1.
+    The value is exact to four decimals up to 20 degrees of freedom. Above, it is approximated by
+    the first term of the expansion in Abramowitz and Stegun, 26.7.5. Raises ValueError for fewer
+    than 1.
     """
-    if freedom < 1:
-        raise ValueError(f"Student's t has at least 1 degree of freedom, not {freedom}")
-    if freedom <= len(STUDENT_95):
-        return STUDENT_95[freedom - 1]
-    return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)
+    if degrees_of_freedom < 1:
+        raise ValueError(f"Student's t has at least 1 degree of freedom, not {degrees_of_freedom}")
+    if degrees_of_freedom <= len(STUDENT_95):
+        return STUDENT_95[degrees_of_freedom - 1]
+    return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * degrees_of_freedom)
 
 
 def find_correlation(values: Sequence[float]) -> float:
@@ -60,53 +61,50 @@ def find_correlation(values: Sequence[float]) -> float:
     return min(max(0.0, found + (1 + 4 * max(found, 0.0)) / count), MOST_CORRELATION)
 
 
-def lone_error(first_seconds: float, seconds: float) -> float:
-    """Return the error of a step time that rests on a single timed step.
+def single_step_error(first_seconds: float, seconds: float) -> float:
+    """Estimate the error of a step time for which only a single step was timed.
 
-    It is half of the 95 % interval, as a fraction of the step time. It combines a typical error
-    with the difference to the step before, which took `first_seconds`. That step is ignored if it
-    was much slower, as first steps are.
+    The error is half of the 95 % interval, as a fraction of the step time. It combines a typical
+    error with the difference from the untimed first step, which took `first_seconds`. The first
+    step is ignored if it was much slower, for example because kernels were compiled.
     """
     # a first step that took over 20 % longer also traced or tuned kernels
     usual = 0 < first_seconds <= USUAL * seconds
-    return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)
+    return _pool_step_errors([first_seconds / seconds - 1] if usual else [], 0)
 
 
-def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the typical error of step times that each rest on a single timed step.
+def typical_single_step_error(pairs: Sequence[tuple[float, float]]) -> float:
+    """Estimate the typical error of step times for which only a single step was timed.
 
-    It is half of the 95 % interval, as a fraction of the step time. `pairs` holds, for each probe,
-    the seconds of its untimed first step and of the timed one.
+    The error is half of the 95 % interval, as a fraction of the step time. `pairs` has, for each
+    probe, the seconds of its untimed first step and of its timed step.
     """
     ratios = [first / step - 1 for first, step in pairs if first > 0]
     # first steps may take longer in general
     middle = median(ratios or [0.0])
-    return _pool_lone([ratio - middle for ratio in ratios], 1)
+    return _pool_step_errors([ratio - middle for ratio in ratios], 1)
 
 
-def _pool_lone(differences: Sequence[float], fitted: int) -> float:
-    """Combine measured differences between steps with a typical error.
+def _pool_step_errors(differences: Sequence[float], fitted: int) -> float:
+    """Combine measured differences between steps with the usual error of a single step.
 
-    Returns half of the 95 % interval of a single step, as a fraction of its time.
+    Returns half of the 95 % interval of a single step, as a fraction of its time. `fitted` is the
+    number of parameters that were fitted to the differences.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(
         difference**2 / 2 for difference in differences
     )
-    # `fitted`: the number of parameters that were fitted to the differences
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)
     return student(freedom) * math.sqrt(variance / freedom)
 
 
 def relative_half_width(interval: Interval) -> float:
-    """Return half the width of an interval, relative to its value.
-
-    inf if the value isn't positive.
-    """
+    """Return half of an interval's width relative to its value, or inf for a value up to 0."""
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
 
 
 def is_known(*intervals: Interval) -> bool:
-    """Return whether all throughputs are precise enough to be compared."""
+    """Return whether all of these throughputs are known precisely enough to be compared."""
     return all(
         relative_error(interval.value, interval.low, interval.high) <= UNKNOWN
         for interval in intervals

@@ -65,8 +65,8 @@ class ProbeLength(msgspec.Struct, frozen=True):
 class ProbeRepeat(msgspec.Struct, frozen=True):
     """Result of one repetition of a probe.
 
-    `samples` and `samples_per_second` cover all repetitions so far; `own` has each device's
-    samples/s while it computes, without waiting for others, None if unknown.
+    `samples` and `samples_per_second` cover all repetitions so far. `own` has each device's
+    samples/s while it computes, without the time it waits for other devices; None means unknown.
     """
 
     samples: int
@@ -92,9 +92,9 @@ def choose_layout(
     """Return the layout that the user asked `evener probe` to measure.
 
     - `devices`: how many devices there are.
-    - `positions`: the devices to use. None: the first ones.
-    - `batches`: rows of each of these devices.
-    - `micro`: the largest pass on each of them; empty means one pass.
+    - `positions`: the devices to use; None means as many as there are batches, from the first on.
+    - `batches`: the rows of each of the used devices.
+    - `micro`: the most rows that each of them computes at once; empty means all of its rows.
 
     Raises RequestError if these don't fit together.
     """
@@ -142,7 +142,7 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
 
 @contextmanager
 def repeat_probe(
-    resolved: Job, layout: Layout, repeat: int, length: ProbeLength, stop: threading.Event
+    job: Job, layout: Layout, repeat: int, length: ProbeLength, stop: threading.Event
 ) -> Iterator[Iterator[ProbeRepeat]]:
     """Context manager that locks the devices, and yields an iterator that runs the layout.
 
@@ -150,8 +150,8 @@ def repeat_probe(
     Devices that the request shares aren't locked. Raises NoLayoutError if a probe fails, and
     DeviceError if another search has a device.
     """
-    with _locked_prober(resolved, layout.active) as prober:
-        yield _runs(prober, layout, resolved.devices, repeat, length, stop)
+    with _locked_prober(job, layout.active) as prober:
+        yield _runs(prober, layout, job.devices, repeat, length, stop)
 
 
 @contextmanager
@@ -208,26 +208,31 @@ def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
-def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
-    """Return the measurement, or None if stopped; raise NoLayoutError for a failure."""
-    if isinstance(seen, OutOfMemory):
-        labels = ", ".join(devices[i].label for i in seen.devices)
+def _require_timed(observation: Observation | None, devices: Sequence[Device]) -> Timed | None:
+    """Return a successful measurement, or None if the probe was stopped.
+
+    Raises NoLayoutError if the probe failed.
+    """
+    if isinstance(observation, OutOfMemory):
+        labels = ", ".join(devices[i].label for i in observation.devices)
         where = f" on {labels}" if labels else ""
         raise NoLayoutError(
-            f"Out of memory{where}: {seen.detail[:200].rstrip('.')}.",
+            f"Out of memory{where}: {observation.detail[:200].rstrip('.')}.",
             "Use smaller batches or passes (--micro).",
         )
-    if isinstance(seen, Failed):
-        why = seen.detail[:300].rstrip(".")
+    if isinstance(observation, Failed):
+        why = observation.detail[:300].rstrip(".")
         raise NoLayoutError(f"The training failed: {why}.", "Fix that and try again.")
-    return seen
+    return observation
 
 
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Measure each device alone with its own share, and return the samples/s of each."""
-    # None for an unused device, and if a measurement failed or was stopped
+    """Measure each device on its own, with its share of the layout, and return its samples/s.
+
+    None stands for an unused device, and for a measurement that failed or was stopped.
+    """
     speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):
         sizes = (layout.shares, layout.pass_rows)
@@ -251,7 +256,7 @@ class DryRunDevice(msgspec.Struct, frozen=True):
 
 
 class LargestSizes(msgspec.Struct, frozen=True):
-    """Largest parameter counts that fit in memory: whole on each device, and in shards."""
+    """Largest parameter counts that fit in memory, for an unsharded model and for a sharded one."""
 
     whole: int  # if each device holds the model
     sharded: int  # if the devices hold parts of it
@@ -275,7 +280,10 @@ class LargestModel(LargestSizes, frozen=True, kw_only=True):
 
 
 class DryRunResult(msgspec.Struct, frozen=True):
-    """What a dry run measured and predicts; `steps` has (batch, seconds per step)."""
+    """What a dry run measured and predicts.
+
+    `steps` has the batch size and the seconds per step of each measurement.
+    """
 
     workload: str
     framework: str
@@ -309,18 +317,18 @@ class DryRunResult(msgspec.Struct, frozen=True):
         return " ".join([*sentences, "Nothing was kept."])
 
 
-def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResult | None:
+def dry_run(job: Job, report: Report, stop: threading.Event) -> DryRunResult | None:
     """Train a few steps on the first device, and predict the largest batch of every device.
 
     None if it was stopped. Raises NoLayoutError if the workload fails, doesn't fit in memory, or
     takes longer than the budget for one step.
     """
-    alone = _limit_to_first_device(resolved)
+    alone = _limit_to_first_device(job)
     with _locked_prober(alone) as prober:
-        timed = _measure_first_batches(alone, prober, report, stop, find_largest_model(resolved))
+        timed = _measure_first_batches(alone, prober, report, stop, find_largest_model(job))
     if len(timed) < BATCHES and stop.is_set():
         return None
-    return _predict_sizes(resolved, timed)
+    return _predict_sizes(job, timed)
 
 
 def _limit_to_first_device(job: Job) -> Job:
@@ -339,7 +347,7 @@ def _limit_to_first_device(job: Job) -> Job:
 
 
 def _measure_first_batches(
-    alone: Job,
+    one_device_job: Job,
     prober: Prober,
     report: Report,
     stop: threading.Event,
@@ -349,7 +357,7 @@ def _measure_first_batches(
 
     Raises NoLayoutError if no step ended within the budget, or if not even one row fits.
     """
-    budget = alone.request.budget_seconds
+    budget = one_device_job.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}
 
     def watch(progress: ProbeProgress) -> None:
@@ -357,18 +365,19 @@ def _measure_first_batches(
         report(progress)
 
     with _stopped_after(budget, stop) as over:
-        timed = _measure_batches(alone, prober, watch, stop)
+        timed = _measure_batches(one_device_job, prober, watch, stop)
     if timed:
         return timed
     if over.is_set():
-        late = find_unfinished(alone.workload, alone.devices, tuple(running.values()))
+        late = find_unfinished(
+            one_device_job.workload, one_device_job.devices, tuple(running.values())
+        )
         what = " ".join(map(write_unfinished, late))
         raise NoLayoutError(
             what or f"No step ended within {budget:g} s.", "Give a longer --budget."
         )
     if not stop.is_set():
-        # the error names the largest model that would fit
-        raise _refuse_memory(alone.devices[0], largest)
+        raise _refuse_memory(one_device_job.devices[0], largest)
     return []
 
 
@@ -376,9 +385,8 @@ def _measure_first_batches(
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
     """Context manager that sets `stop` after some seconds, for example to end a dry run.
 
-    It yields an event that is set only then, not if the user stops.
+    It yields another event, which is set only if the time is up, not if the user stops.
     """
-    # set only when the time is up, not when the user stops
     over = threading.Event()
 
     def end() -> None:
@@ -395,13 +403,13 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 
 
 def _measure_batches(
-    alone: Job, prober: Prober, watch: Report, stop: threading.Event
+    one_device_job: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
     """Run the first probes of a search briefly, and return the successful measurements.
 
     Raises NoLayoutError if the workload fails.
     """
-    search = make_search(alone)
+    search = make_search(one_device_job)
     timed: list[Timed] = []
     while len(timed) < BATCHES and not stop.is_set():
         probes = search.ask()
@@ -419,8 +427,10 @@ def _measure_batches(
 
 
 def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
-    """Return the error for a device in whose memory not even one row fits."""
-    # `largest` are the largest models that would fit, if known
+    """Return the error for a device whose memory is too small even for one row.
+
+    `largest` are the largest models that would fit, if known.
+    """
     none = f"Not even one sample fits on {device.label}."
     if largest is None:
         return NoLayoutError(none, "Free some of its memory.")
@@ -431,25 +441,25 @@ def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutErro
     )
 
 
-def _predict_sizes(resolved: Job, timed: Sequence[Timed]) -> DryRunResult:
-    problem = resolved.problem
+def _predict_sizes(job: Job, timed: Sequence[Timed]) -> DryRunResult:
+    problem = job.problem
     steps = tuple((seen.probe.layout.global_batch, seen.step_seconds) for seen in timed)
     sizes = [(seen.probe.layout.global_batch, seen.memory_bytes[0]) for seen in timed]
     points = tuple((batch, size) for batch, size in sizes if size)
     devices = tuple(
         DryRunDevice(device.label, device.name, limit, _predict_largest(limit, points, problem))
-        for device, limit in zip(resolved.devices, problem.memory_bytes, strict=True)
+        for device, limit in zip(job.devices, problem.memory_bytes, strict=True)
     )
     return DryRunResult(
-        workload=resolved.workload,
-        framework=resolved.framework,
+        workload=job.workload,
+        framework=job.framework,
         devices=devices,
         steps=steps,
         start_seconds=timed[0].start_seconds,
         budget_seconds=problem.budget_seconds,
-        notes=resolved.notes,
-        simulated=resolved.machine is not None,
-        largest=find_largest_model(resolved),
+        notes=job.notes,
+        simulated=job.machine is not None,
+        largest=find_largest_model(job),
     )
 
 

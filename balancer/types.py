@@ -83,7 +83,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def active(self) -> tuple[int, ...]:
-        """Positions of the devices that compute rows or hold a part of the model's state."""
+        """Positions of the devices that compute rows or hold a part of the model."""
         held = self.state or (0.0,) * len(self.shares)
         both = enumerate(zip(self.shares, held, strict=True))
         return tuple(i for i, (share, part) in both if share or part)
@@ -97,16 +97,16 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def pass_rows(self) -> tuple[int, ...]:
         """Rows of the largest pass on each device.
 
-        They equal `shares` unless gradients are accumulated over several passes.
+        They are equal to `shares` unless gradients are accumulated over several passes.
         """
         return self.micro or self.shares
 
     @cached_property
-    def children(self) -> Layout:
+    def group_key(self) -> Layout:
         """This layout with each share reduced to one row.
 
-        It serves as a key for the probe processes that run the layout. Layouts with equal keys can
-        be measured one after the other by the same processes.
+        It identifies the group of probe processes that can run the layout. Layouts with equal keys
+        can be measured by the same processes, one after the other.
         """
         shares = tuple(min(1, share) for share in self.shares)
         return Layout(
@@ -115,16 +115,16 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def in_passes(self) -> bool:
-        """Whether some device accumulates gradients over several passes."""
+        """Whether any device accumulates gradients over several passes."""
         return bool(self.micro)
 
     @property
     def by_rows(self) -> bool:
-        """Whether shares are numbers of rows, rather than assigned by the lengths of the rows."""
+        """Whether shares are numbers of rows, so that rows aren't assigned by their length."""
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
-        """Return in how many passes the device at `position` computes its share.
+        """Return the number of passes in which the device at `position` computes its share.
 
         0 if it has no share.
         """
@@ -133,9 +133,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
-    """Return the layout that trains `batch` rows on the device at `position` alone.
+    """Return the layout that trains `batch` rows on a single device, the one at `position`.
 
-    `micro` is the largest number of rows in a pass; 0 means a single pass.
+    `micro` limits the rows of a pass, for gradient accumulation; 0 means a single pass.
     """
     shares = tuple(batch if i == position else 0 for i in range(devices))
     return layout_of(shares, (micro,) * devices) if 0 < micro < batch else Layout("solo", shares)
@@ -144,14 +144,13 @@ def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
     """Return the layout with these shares: "solo" if only one device has rows, else "split".
 
-    `micro` limits the rows per pass on each device; empty means one pass. The layout stores the
-    size of the largest pass after the rows are spread evenly over the passes, so that equal layouts
-    compare equal.
+    `micro` limits the rows that each device computes at once, in a pass; empty means one pass for
+    each share. The layout stores the rows of the largest pass after the rows are spread evenly over
+    the passes, so that layouts with the same passes compare equal.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
     if not micro:
         return Layout(kind, shares)
-    # reduced to the rows of the largest pass, so that layouts with the same passes are equal
     rows = tuple(
         max(split_passes(share, most)) if share else 0
         for share, most in zip(shares, micro, strict=True)
@@ -162,8 +161,8 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
 class Probe(msgspec.Struct, frozen=True):
     """A request to time some training steps of one layout.
 
-    Equal probes are the same measurement. `turn` numbers the measurements of one layout, or the
-    rounds of a stage in which each device runs alone.
+    Two equal probes ask for the same measurement. So repeated measurements of a layout have
+    different values of `turn`, and so have repeated rounds in which each device runs alone.
     """
 
     layout: Layout
@@ -217,19 +216,22 @@ class Power(msgspec.Struct, frozen=True):
         return samples_per_second / self.watts if self.watts else None
 
     @classmethod
-    def mean(cls, found: Sequence[Power]) -> Power | None:
+    def mean(cls, measurements: Sequence[Power]) -> Power | None:
         """Return the mean of several power measurements, or None if there are none."""
         return (
-            cls(fmean(one.active_watts for one in found), fmean(one.idle_watts for one in found))
-            if found
+            cls(
+                fmean(one.active_watts for one in measurements),
+                fmean(one.idle_watts for one in measurements),
+            )
+            if measurements
             else None
         )
 
 
 class PartSeconds(msgspec.Struct, frozen=True):
-    """What one device's step time was spent on besides computing, in seconds per step.
+    """The parts of one device's step time other than computing, in seconds per step.
 
-    The times may overlap. None means unknown.
+    The parts may overlap. None means unknown.
     """
 
     input_seconds: Amount | None = None  # waiting for the rows of a batch
@@ -261,7 +263,7 @@ class KeptBatch(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
-    """Outcome of a successful probe.
+    """Outcome of a probe that succeeded.
 
     `step_seconds` is the estimated time of a step; `low_seconds` and `high_seconds` bound its 95 %
     interval.
@@ -297,18 +299,18 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def restart_seconds(self) -> float:
-        """Seconds to start this layout's processes again, when imports needn't be repeated."""
+        """Seconds to start this layout's processes again, without the time of the imports."""
         return self.start_seconds - self.import_seconds
 
     @property
-    def lone(self) -> bool:
-        """Whether the probe timed only a single step, whose error can't be measured."""
+    def is_single_step(self) -> bool:
+        """Whether the probe timed only a single step, so that its error can't be measured."""
         return self.steps == 1
 
-    def held_back(self, position: int = -1) -> bool:
+    def was_throttled(self, position: int = -1) -> bool:
         """Return whether the device at `position` was throttled during the probe.
 
-        With a negative position: whether any device was.
+        With a negative position, return whether any device was.
         """
         throttled = [warning.device for warning in self.warnings if warning.code == "throttled"]
         slowed = [device for device in throttled if device >= 0]
@@ -316,7 +318,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def power(self) -> Power | None:
-        """Mean power of the layout's devices and of the unused ones; None if unknown for any."""
+        """Mean power of the used and unused devices; None if it is unknown for any device."""
         watts = [watt for watt in self.watts if watt is not None]
         if not watts or len(watts) < len(self.watts):
             return None
@@ -341,7 +343,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def throughput(self) -> Interval:
-        """Samples/s, with an interval that has the relative width of the step time's interval."""
+        """Samples/s with an interval whose relative width is that of the step time's interval."""
         value = self.samples_per_second
         half = value * (self.high_seconds - self.low_seconds) / 2 / self.step_seconds
         return Interval(value, max(0.0, value - half), value + half)
@@ -363,7 +365,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
-    """Outcome of a probe that failed for another reason than memory."""
+    """Outcome of a probe that failed, but not because it ran out of memory."""
 
     probe: Probe
     cause: Cause
@@ -389,10 +391,14 @@ def upgrade_probe(probe: Probe) -> Probe:
     return probe
 
 
-def upgrade_observation(seen: Observation) -> Observation:
-    """Convert the probe of an outcome from an old journal, as `upgrade_probe` does."""
-    probe = upgrade_probe(seen.probe)
-    return seen if probe is seen.probe else msgspec.structs.replace(seen, probe=probe)
+def upgrade_observation(observation: Observation) -> Observation:
+    """Convert an outcome from an old journal: its probe gets today's stages and turn numbers."""
+    probe = upgrade_probe(observation.probe)
+    return (
+        observation
+        if probe is observation.probe
+        else msgspec.structs.replace(observation, probe=probe)
+    )
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -404,7 +410,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A layout's measured throughput in samples/s; `turns` is how often it was measured."""
+    """A layout's throughput in samples/s, and in `turns` how often it was measured."""
 
     layout: Layout
     throughput: Interval
@@ -412,7 +418,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class PredictedCurve(msgspec.Struct, frozen=True):
-    """How long a step of one device is predicted to take, by batch size."""
+    """The step time of one device as a function of the batch size, as the search predicts it."""
 
     device: int
     # (batch, seconds) that the search expects, for plotting, in increasing order of batch
@@ -422,7 +428,7 @@ class PredictedCurve(msgspec.Struct, frozen=True):
 
 
 class Belief(msgspec.Struct, frozen=True):
-    """What the search currently predicts for each device, and what it measures next."""
+    """What the search currently predicts for each device, and what it will measure next."""
 
     curves: tuple[PredictedCurve, ...]
     doing: str  # a message: what is being measured and why
@@ -536,17 +542,17 @@ class Stop(StrEnum):
 
 
 class End(msgspec.Struct, frozen=True):
-    """The reason why a search ended, with an optional detail."""
+    """The reason why a search ended, and an optional detail."""
 
     stop: Stop
     detail: str = ""
 
     @property
     def code(self) -> str:
-        """The reason as a lowercase identifier, for JSON."""
+        """The reason for the end as a lowercase identifier, for JSON."""
         return self.stop.name.lower()
 
     @property
     def words(self) -> str:
-        """The reason as a sentence."""
+        """The reason for the end as a sentence."""
         return f"{self.stop.value}: {self.detail}." if self.detail else self.stop.value

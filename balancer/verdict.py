@@ -70,7 +70,7 @@ class MeasuredRate(msgspec.Struct, frozen=True):
 class RateGap(msgspec.Struct, frozen=True):
     """How much faster one layout is than another, as a fraction, with its 95 % interval.
 
-    `alternately` means that the two layouts were measured in alternation, which is more precise.
+    With `alternately`, the two layouts were measured in alternation, which is more precise.
     """
 
     value: float
@@ -136,10 +136,11 @@ class Rival(msgspec.Struct, frozen=True):
 
 
 class SplitLoss(msgspec.Struct, frozen=True):
-    """Why training on several devices was slower than on one of them, in seconds per step.
+    """Why training on several devices was slower than training on one of them.
 
-    `cause` is "longest_part" if the others wait for the device with the largest share, and
-    "exchange" if synchronization takes too long. None means unknown.
+    Times are in seconds per step; None means unknown. `cause` is "longest_part" if the other
+    devices wait for the one with the largest share, and "exchange" if synchronization takes too
+    long.
     """
 
     cause: Literal["longest_part", "exchange", "unexplained"]
@@ -150,10 +151,10 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
 
 class SumLoss(msgspec.Struct, frozen=True):
-    """Why the plan is slower than all of its devices alone, with their throughputs added up.
+    """Why the plan is slower than the sum of its devices' throughputs when each trains alone.
 
-    All times are in seconds per step. `lost_seconds` is how much longer a step takes than at the
-    added throughput.
+    All times are in seconds per step. `lost_seconds` is the difference between the measured step
+    time and the step time at that sum.
     """
 
     # both: the two causes together explain it, and neither does alone
@@ -224,10 +225,10 @@ class ReplacedLayout(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """A probe that had not reached its timed steps when the search ended.
+    """A probe that was still starting or warming up when the search ended.
 
-    `phase` is what it was doing, such as "importing" or "building", `name` what it imported or
-    built, and `seconds` how long.
+    `phase` is what it was doing, such as "importing" or "building". `name` is what it imported or
+    built, and `seconds` is how long that had taken.
     """
 
     phase: str  # importing | loading | building | preparing | warming up
@@ -238,14 +239,14 @@ class Unfinished(msgspec.Struct, frozen=True):
 
 
 class TakenMemory(msgspec.Struct, frozen=True):
-    """Memory of a device that other programs hold, in bytes."""
+    """How much memory of a device other programs hold, in bytes."""
 
     device: str
     size_bytes: int
 
 
 class CodeLimit(msgspec.Struct, frozen=True):
-    """From some number of rows on, the user's code fails with an error."""
+    """The number of rows at once above which the user's code fails with an error."""
 
     rows: int  # the most rows that ran below the limit
     failed_rows: int  # the fewest rows that failed
@@ -262,7 +263,7 @@ class ShortEpoch(msgspec.Struct, frozen=True):
 
 
 class ShortBudget(msgspec.Struct, frozen=True):
-    """Warning: the budget ended before several devices were measured together."""
+    """Warning: the budget was spent before several devices were measured together."""
 
     budget_seconds: float
     start_seconds: float  # the part of the budget spent on starting processes
@@ -272,8 +273,8 @@ class ShortBudget(msgspec.Struct, frozen=True):
 class PassStatistics(msgspec.Struct, frozen=True):
     """Warning: a layer, such as batch normalization, computes statistics over a single pass.
 
-    So they depend on the passes into which a device's share is divided. `rows` is the smallest
-    pass.
+    The statistics then depend on how a device's share is divided into passes. `rows` is the size of
+    the smallest pass.
     """
 
     layer: str
@@ -281,7 +282,7 @@ class PassStatistics(msgspec.Struct, frozen=True):
 
 
 class ObjectiveReached(msgspec.Struct, frozen=True):
-    """The plan's value of an objective other than speed, such as samples per joule.
+    """The value that the plan reaches for an objective other than speed, such as samples per joule.
 
     `gain` is how much better it is than the value of the fastest layout, as a fraction.
     """
@@ -311,7 +312,7 @@ class Learning(msgspec.Struct, frozen=True):
 
 
 class AdapterMemory(msgspec.Struct, frozen=True):
-    """Estimated memory for training adapters (LoRA, QLoRA) beside a frozen model.
+    """Estimated memory for training adapters (LoRA, QLoRA) on top of a frozen model.
 
     `state_bytes` is for a device that holds the whole model; `fits_on` lists the devices with that
     much memory.
@@ -326,7 +327,7 @@ class AdapterMemory(msgspec.Struct, frozen=True):
 class StateMemory(msgspec.Struct, frozen=True):
     """Memory for the whole model's parameters, gradients and optimizer state, in bytes.
 
-    `fits_on` lists the devices that could hold it alone.
+    `fits_on` lists the devices that could hold all of it on their own.
     """
 
     state_bytes: int
@@ -338,7 +339,7 @@ class StateMemory(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The complete result of a search, as data.
 
-    None, "" or an empty tuple means that a field doesn't apply, or is unknown.
+    None, "" or an empty tuple means that a field doesn't apply, or that its value is unknown.
     """
 
     chosen: Chosen

@@ -85,7 +85,7 @@ def _compared(path: Path) -> Iterator[list[str]]:
     record = journal.read(path)
     if record.header.request.compare is None:
         return
-    found = runs.make_search(record.header.job, seen=record.observations)
+    found = runs.make_search(record.header.job, observations=record.observations)
     report = found.report()
     standings = report.ranking if report else ()
     alone = [

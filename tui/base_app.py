@@ -326,7 +326,7 @@ class BaseApp(App[int]):
         if self.readonly:
             self.show_message("This app is read-only: it starts no search.", severity="warning")
         elif not self.searches:
-            state = first_state(devices, request.workload or "", kept=measurements)
+            state = first_state(devices, request.workload or "", previous=measurements)
             self._before = self.balance
             self._replace_session(
                 lambda: self._session_maker(request, **resume_arguments), state, devices

@@ -12,8 +12,7 @@ four exceptions:
   The error of its duration is estimated from the step that ran before the warm-up.
 - A probe with a drift or throttling warning is timed once more, for half of its time. The warning
   remains, even if the second round has none.
-- `evener probe` measures for a requested time or number of steps (a "whole" run), regardless of
-  precision.
+- `evener probe` measures for a requested time or number of steps, however precise the result is.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from statistics import fmean, median
 
 import msgspec
 
-from ..statistics import NORMAL_95, lone_error, relative_half_width, student
+from ..statistics import NORMAL_95, relative_half_width, single_step_error, student
 from ..types import Interval, MeasurementDoubt, PartSeconds
 
 TIGHT = 0.01  # half-width of the 95 % interval, relative to the mean, at which a probe ends
@@ -62,9 +61,9 @@ AGAIN_SHARE = 0.5  # fraction of a probe's time for which it is timed again
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Consecutive steps that were timed as a whole, with one start and one end time.
+    """Consecutive steps that were timed together, with one start and one end time.
 
-    `own_seconds` has each rank's compute time in the block, None if unknown.
+    `own_seconds` has each rank's compute time in the block; None means unknown.
     """
 
     steps: int
@@ -92,7 +91,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class StepTiming(msgspec.Struct, frozen=True):
-    """Mean step time with its 95 % interval, the breakdown by rank, and warnings."""
+    """Mean step time with its 95 % interval, the breakdown of the step by rank, and warnings."""
 
     step: Interval  # seconds
     steps: int
@@ -136,7 +135,7 @@ class BlockTimer:
         return "measuring" if self._steps else "warming up"
 
     def next_steps(self) -> int:
-        """Return the number of steps in the next block, or 0 at the end."""
+        """Return the number of steps in the next block, or 0 if enough was timed."""
         if self._is_too_slow():
             return 0
         if not self._steps:
@@ -144,7 +143,7 @@ class BlockTimer:
         return 0 if self._over() and not self._start_second_round() else self._block_steps()
 
     def _is_too_slow(self) -> bool:
-        """Return whether one step took longer than the probe's time, so that no more are timed."""
+        """Return whether the first step took longer than the probe's time, which ends the probe."""
         return len(self._windows) == 1 and self._windows == self._blocks
 
     def add(self, block: Block) -> None:
@@ -180,7 +179,10 @@ class BlockTimer:
         )
 
     def _count_block_steps(self, last: Block) -> int:
-        """Return how many steps take about as long as a block should take."""
+        """Return the number of steps that take about as long as a block should take.
+
+        `last` is the block that was timed last.
+        """
         wanted = (
             round(self._block_seconds / last.step_seconds)
             if last.step_seconds > 0
@@ -192,7 +194,7 @@ class BlockTimer:
     def _is_warmed_up(self) -> bool:
         """Return whether step times have become steady, or the warm-up has taken long enough.
 
-        They are steady if two windows in a row agree.
+        They are steady if two consecutive windows of steps take about the same time per step.
         """
         windows = self._windows
         if len(windows) < 2:
@@ -215,10 +217,10 @@ class BlockTimer:
         return over
 
     def _start_second_round(self) -> bool:
-        """Discard a measurement with drift or throttling, and measure once more.
+        """Discard the measurement if it has drift or throttling, and begin a second one.
 
-        Returns False if nothing was discarded, for example because this already was the second
-        round.
+        Returns False if nothing was discarded, for example because this already is the second
+        measurement.
         """
         # only the second round's blocks are reported, and it takes half of the time; a whole run
         # has none, because the user has requested its time or its number of steps
@@ -235,7 +237,7 @@ class BlockTimer:
         return sum(block.steps for block in self._blocks)
 
     def _block_steps(self) -> int:
-        """Return the steps of the next measured block."""
+        """Return the number of steps in the next block after the warm-up."""
         if not self._whole:
             return self._steps
         # the blocks of a whole run grow, so that a long run doesn't have too many
@@ -265,22 +267,24 @@ class BlockTimer:
     def _list_undisturbed(self) -> list[Block]:
         """Return the blocks that other programs didn't disturb and in which memory didn't grow.
 
-        All blocks if too few are left.
+        If too few blocks are left, all blocks are returned.
         """
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the fraction of CPU time that other programs took during the disturbed blocks."""
+        """Return the fraction of CPU time that other programs took in the disturbed blocks."""
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
 
-    def _warnings(self, clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, ...]:
-        means = [block.step_seconds for block in clean]
-        spent = sum(block.wall_seconds for block in clean)
+    def _warnings(
+        self, undisturbed: Sequence[Block], step: Interval
+    ) -> tuple[MeasurementDoubt, ...]:
+        means = [block.step_seconds for block in undisturbed]
+        spent = sum(block.wall_seconds for block in undisturbed)
         disturbed = sum(block.disturbed for block in self._blocks) / len(self._blocks)
-        capped = sum(block.capped * block.wall_seconds for block in clean) / spent
+        capped = sum(block.capped * block.wall_seconds for block in undisturbed) / spent
         half = relative_half_width(step)
         drift, drifts = _find_drift(means)
         longest = max(means) / median(means)
@@ -288,11 +292,11 @@ class BlockTimer:
             (MeasurementDoubt("slow_start", self._slow_start), self._slow_start > 0),
             (
                 MeasurementDoubt("too_short", spent),
-                len(clean) < FEWEST_BLOCKS or spent < TOO_SHORT_SECONDS,
+                len(undisturbed) < FEWEST_BLOCKS or spent < TOO_SHORT_SECONDS,
             ),
             (MeasurementDoubt("noisy", half), half > NOISY),
             (MeasurementDoubt("drift", drift), drifts),
-            _judge_throttling(clean, step),
+            _judge_throttling(undisturbed, step),
             (MeasurementDoubt("capped", capped), capped > CAPPED),
             (MeasurementDoubt("stalled", longest), longest > STALLED),
             (
@@ -306,18 +310,24 @@ class BlockTimer:
         return (*found, *before)
 
 
-def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a warning about throttled devices, and whether it should be reported."""
+def _judge_throttling(
+    undisturbed: Sequence[Block], step: Interval
+) -> tuple[MeasurementDoubt, bool]:
+    """Return a warning about throttling, and whether it is strong enough to be reported.
+
+    `undisturbed` are the blocks that other programs didn't disturb, and `step` is the mean step
+    time.
+    """
     # the warning's value is the larger of two fractions: the time in which devices report
     # throttling, and the distance of the mean step time from the blocks' median
-    spent = sum(block.wall_seconds for block in clean)
-    slowed = sum(block.slowed * block.wall_seconds for block in clean) / spent
-    middle = median(block.step_seconds for block in clean)
+    spent = sum(block.wall_seconds for block in undisturbed)
+    slowed = sum(block.slowed * block.wall_seconds for block in undisturbed) / spent
+    middle = median(block.step_seconds for block in undisturbed)
     gap = abs(step.value - middle) / middle
     reported = slowed > THROTTLED
     # the most throttled device, if devices report throttling
-    device = max(clean, key=lambda block: block.slowed).slowest if reported else -1
-    holds = reported or (gap > THROTTLED and len(clean) >= ENOUGH_BLOCKS)
+    device = max(undisturbed, key=lambda block: block.slowed).slowest if reported else -1
+    holds = reported or (gap > THROTTLED and len(undisturbed) >= ENOUGH_BLOCKS)
     return MeasurementDoubt("throttled", max(slowed, gap), device), holds
 
 
@@ -334,17 +344,18 @@ def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool
 
 
 def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
-    """Return the mean step time in seconds with its 95 % interval by Student's t.
+    """Return the mean step time in seconds, with its 95 % interval by Student's t.
 
-    Blocks are weighted by their steps. The error of a single block is estimated from its difference
-    to the untimed first step, which took `first_seconds`. Raises ValueError without steps.
+    Blocks are weighted by their number of steps. If there is only one block, its error is estimated
+    from its difference to the untimed first step, which took `first_seconds`. Raises ValueError if
+    there are no steps.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
         raise ValueError("an interval needs at least one timed step")
     value = fsum(block.wall_seconds for block in blocks) / steps
     if len(blocks) < 2:
-        half = lone_error(first_seconds, value) * value
+        half = single_step_error(first_seconds, value) * value
         return Interval(value, max(0.0, value - half), value + half)
     weighted = fsum(
         block.steps * (block.step_seconds - value) ** 2 for block in blocks if block.steps
@@ -353,21 +364,20 @@ def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> I
     return Interval(value, max(0.0, value - half), value + half)
 
 
-def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
+def _stays_too_imprecise(blocks: Sequence[Block], elapsed_fraction: float) -> bool:
     """Return whether the step time will still be too imprecise when the probe's time is used up.
 
-    `part` is the fraction of that time which the blocks have taken so far.
+    `elapsed_fraction` is the fraction of the probe's time that `blocks` took.
     """
     times = [block.step_seconds for block in blocks]
     # the noise is the median difference between consecutive blocks: a single change of speed
     # doesn't count, because a probe with such a change needs its full time
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
-    # `part`: the fraction of the probe's time that the blocks have taken
-    return NORMAL_95 * gap * sqrt(part / len(blocks)) > TOO_IMPRECISE
+    return NORMAL_95 * gap * sqrt(elapsed_fraction / len(blocks)) > TOO_IMPRECISE
 
 
 def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
-    """Return each rank's mean compute time per step, or None if a block has no time for it."""
+    """Return the mean compute time per step for each rank; None if it is unknown in any block."""
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)
     return tuple(
@@ -377,7 +387,7 @@ def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """Return each rank's mean breakdown of a step; empty if a block has no breakdown."""
+    """Return the mean breakdown of a step for each rank; empty if any block has no breakdown."""
     steps = sum(block.steps for block in blocks)
     if not steps or not all(block.parts for block in blocks):
         return ()
@@ -386,7 +396,7 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Return one rank's mean breakdown per step over several blocks."""
+    """Return the mean breakdown of a step over several blocks of one rank."""
 
     def mean(seconds: Sequence[float | None]) -> float | None:
         known = [each for each in seconds if each is not None]
@@ -407,9 +417,9 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the relative change between the first and second half of a measurement.
+    """Return the relative change of step times from the first to the second half of a probe.
 
-    Also returns whether it is large enough to be reported.
+    Also returns whether the change is large enough to be reported.
     """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False

@@ -83,23 +83,23 @@ class ChildProber:
 
     def __init__(
         self,
-        resolved: Job,
+        job: Job,
         timeouts: Timeouts | None = None,
         start_seconds: float = 0.0,
         error_file: Path | None = None,
         link: KnownLink | None = None,
     ) -> None:
-        self._resolved = resolved
-        self._devices = resolved.devices
+        self._resolved = job
+        self._devices = job.devices
         self._timeouts = timeouts or Timeouts()
         self._error_file = error_file
         self._began = time.monotonic() - start_seconds
         self._idle: dict[Layout, ChildGroup] = {}
         self._running: set[Probe] = set()  # probes of this round that aren't timed yet
-        self._hosts = Hosts(self._devices, resolved.framework, resolved.workload)
+        self._hosts = Hosts(self._devices, job.framework, job.workload)
         self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
         self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
-        self._facts = Facts(driver=resolved.driver, link=link)
+        self._facts = Facts(driver=job.driver, link=link)
         # layout -> number of probes that may still time its steps without input
         self._looks_left: dict[Layout, int] = {}
         # positions of devices that took part in a probe and are therefore watched
@@ -164,7 +164,7 @@ class ChildProber:
         return self._facts
 
     def close(self) -> None:
-        """Kill all processes; running probes end without an outcome.
+        """Kill all processes. Probes that are running end without an outcome.
 
         May be called more than once, and from any thread.
         """
@@ -199,7 +199,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _host_failure(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """Return the failure of a probe whose host can't be reached any more."""
+        """Return the failure of a probe because one of its hosts can't be reached any more."""
         active = probe.layout.active
         rank = next(
             rank
@@ -211,7 +211,7 @@ class ChildProber:
     def _attempt(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event, started: float
     ) -> Timed:
-        key = probe.layout.children
+        key = probe.layout.group_key
         idle = read_idle(self._hosts, self._unused)
         self._hosts.wait_for_drivers(key.active, stop)
         group = self._take_idle(key)
@@ -228,7 +228,7 @@ class ChildProber:
                 self._hosts,
                 row_tokens,
                 idle,
-                closer=self._wants_closer_look(probe),
+                measure_limits=self._wants_closer_look(probe),
             )
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
             if seen.kept is None:
@@ -246,8 +246,10 @@ class ChildProber:
         self._keep_children(key, group, seen, measurement.busy_cores, stop)
         return seen
 
-    def _keep_recovered_children(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep probe processes that ran out of memory but can go on, for use by later probes.
+    def _keep_recovered_children(
+        self, group_key: Layout, group: ChildGroup, error: GroupError
+    ) -> bool:
+        """Keep probe processes for later probes if they only ran out of memory and can go on.
 
         Returns False if they failed for another reason, or couldn't release their memory.
         """
@@ -259,11 +261,11 @@ class ChildProber:
         except (GroupError, HostLostError, StoppedError):
             return False
         group.fresh = False
-        for position in key.active:
+        for position in group_key.active:
             # TensorFlow's allocator keeps what it had and doesn't report it: perhaps all memory
-            group.held_bytes[position] = kept.get(position, self._memory.whole(position))
+            group.held_bytes[position] = kept.get(position, self._memory.usable_bytes(position))
         with self._lock:
-            self._idle[key] = group
+            self._idle[group_key] = group
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
@@ -281,9 +283,9 @@ class ChildProber:
             self._looks_left[probe.layout] = max(0, left - 1)
         return left > 0
 
-    def _take_idle(self, key: Layout) -> ChildGroup | None:
+    def _take_idle(self, group_key: Layout) -> ChildGroup | None:
         with self._lock:
-            group = self._idle.pop(key, None)
+            group = self._idle.pop(group_key, None)
         if group is not None and not group.alive:
             group.end()
             return None
@@ -291,9 +293,9 @@ class ChildProber:
 
     def _keep_children(
         self,
-        key: Layout,
+        group_key: Layout,
         group: ChildGroup,
-        seen: Timed,
+        measurement: Timed,
         busy_cores: float | None,
         stop: threading.Event,
     ) -> None:
@@ -302,7 +304,7 @@ class ChildProber:
         While other probes of the round are still being timed, these processes go on training, so
         that every probe is measured under the same load.
         """
-        layout = seen.probe.layout
+        layout = measurement.probe.layout
         group.fresh = False
         try:
             # devices that share cores or caches slow each other, so the children step until the
@@ -315,92 +317,94 @@ class ChildProber:
             return
         with self._lock:
             if busy_cores is not None:
-                self._busy_cores[key.active[0]] = busy_cores
-            for i, peak in enumerate(seen.memory_bytes):
+                self._busy_cores[group_key.active[0]] = busy_cores
+            for i, peak in enumerate(measurement.memory_bytes):
                 if peak is not None:
                     held = self._memory.estimate_held(i, peak)
                     group.held_bytes[i] = kept.get(i, max(held, group.held_bytes.get(i, 0)))
                     if not layout.traits.sharded:
                         self._memory.record_held(i, layout.pass_rows[i], held // layout.processes)
-            self._idle[key] = group
+            self._idle[group_key] = group
 
-    def _measure_memory_of_others(self, key: Layout, clean: bool) -> tuple[int, ...]:
+    def _measure_memory_of_others(self, group_key: Layout, is_unused: bool) -> tuple[int, ...]:
         """Return the bytes that other programs hold on each device; empty if unknown.
 
-        `clean` means that no process of this layout is running yet.
+        `is_unused` means that no process of this layout is running yet. `group_key` is the layout
+        without its sizes.
         """
-        if key.traits.side_by_side:
+        if group_key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
         with self._lock:
             taken = {position for other in self._idle for position in other.active}
-        # `clean`: no child of this layout is running
-        short = self._hosts.measure_short(key.active, set(key.active) - taken if clean else set())
+        short = self._hosts.measure_taken_memory(
+            group_key.active, set(group_key.active) - taken if is_unused else set()
+        )
         with self._lock:
             for position, size in short.items():
-                self._memory.record_short(position, size)
-        is_known = any(short.values()) or set(key.active) <= short.keys()
+                self._memory.record_taken(position, size)
+        is_known = any(short.values()) or set(group_key.active) <= short.keys()
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the largest batch of an extra first step with another batch size; 0 for none.
+        """Return the largest share for an extra first step with a smaller batch; 0 for none.
 
-        TensorFlow traces a function for the first batch size, and anew for all sizes at the second
-        one, so that step keeps tracing out of the measurement.
+        TensorFlow traces a function for the first batch size, and at the second batch size once
+        more for all sizes. The extra step keeps this out of the measurement.
         """
         request = self._resolved.request
-        # TensorFlow traces the first batch size separately, and the second one for all sizes: the
-        # first step of new children has another share than the probe's own
         traced = (
             self._resolved.framework == "tensorflow" and not request.xla and not probe.layout.knobs
         )
         return WARM_UP_SHARE if traced and group.fresh else 0
 
     def _start_children(
-        self, key: Layout, progress: ProgressReporter, stop: threading.Event
+        self, group_key: Layout, progress: ProgressReporter, stop: threading.Event
     ) -> ChildGroup:
-        """Start the processes of a layout and build the workload in them.
+        """Start the processes of a layout, and let them build the workload.
 
-        Raises GroupError if a process fails, and ends the others.
+        Raises GroupError if a process fails; the other processes are then ended.
         """
         progress.enter("starting")
-        assigned = assign_devices(self._resolved, key)
-        environments = [self._child_environment(devices, key) for devices in assigned]
-        ranks = map_ranks(self._resolved, key, environments, self._busy_cores)
+        assigned = assign_devices(self._resolved, group_key)
+        environments = [self._child_environment(devices, group_key) for devices in assigned]
+        ranks = map_ranks(self._resolved, group_key, environments, self._busy_cores)
         group = self._start_processes(assigned, environments, ranks)
         started = time.monotonic()
         try:
             group.receive(Ready, self._timeouts.build, stop)
             group.import_seconds = time.monotonic() - started
             progress.enter("building")
-            grouped = key.traits.together and len(assigned) > 1
+            grouped = group_key.traits.together and len(assigned) > 1
             peers = (
                 self._hosts.find_addresses([devices[0] for devices in assigned]) if grouped else ()
             )
-            commands = build_commands(self._resolved, key, assigned, environments, ranks, peers)
+            commands = build_commands(
+                self._resolved, group_key, assigned, environments, ranks, peers
+            )
             replies = group.call(lambda rank: commands[rank], Built, self._timeouts.build, stop)
         except BaseException:
             group.end()
             raise
         if grouped and needs_link_check(self._resolved.framework, [each[0] for each in assigned]):
             progress.enter("building")
-            self._measure_link(group, key, stop)
+            self._measure_link(group, group_key, stop)
         facts = cast(Built, replies[0]).facts
-        engine = choose_engine(self._resolved, key)
+        engine = choose_engine(self._resolved, group_key)
         engine = facts.get("engine", engine) if engine not in ("", "auto") else ""
         with self._lock:
             self._facts = add_facts(self._facts, facts, engine, self._resolved)
         return group
 
-    def _measure_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> None:
+    def _measure_link(self, group: ChildGroup, group_key: Layout, stop: threading.Event) -> None:
         """Measure and record the link between the ranks of a new group.
 
-        Ends the group if that fails, and raises the error.
+        If that fails, the group is ended, and the error is raised.
         """
         try:
-            link = self._measure_all_reduce(group, key, stop)
+            link = self._measure_all_reduce(group, group_key, stop)
             group.link_speed = link.bytes_per_second
             group.link_path = name_path(
-                [self._devices[i] for i in key.active], read_switches(os.environ)
+                [self._devices[i] for i in group_key.active], read_switches(os.environ)
             )
         except BaseException:
             group.end()
@@ -410,13 +414,13 @@ class ChildProber:
                 self._facts = msgspec.structs.replace(self._facts, link=link)
 
     def _measure_all_reduce(
-        self, group: ChildGroup, key: Layout, stop: threading.Event
+        self, group: ChildGroup, group_key: Layout, stop: threading.Event
     ) -> KnownLink:
         """Time an all-reduce between the ranks.
 
         Raises GroupError if it hangs or gives wrong results.
         """
-        who = " – ".join(self._devices[i].label for i in key.active)
+        who = " – ".join(self._devices[i].label for i in group_key.active)
         remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
         try:
             replies = group.call(lambda _: MeasureLink(), LinkMeasured, LINK_SECONDS, stop)
@@ -433,17 +437,19 @@ class ChildProber:
             raise GroupError(RankFailure(0, "raised", why))
         # the slowest rank counts; 0 if the workload doesn't measure links
         return KnownLink(
-            len(key.active),
+            len(group_key.active),
             min((speed.bytes_per_second for speed in speeds), default=0.0),
             max((speed.latency_seconds for speed in speeds), default=0.0),
         )
 
-    def _child_environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
+    def _child_environment(self, devices: Sequence[Device], group_key: Layout) -> ChildEnvironment:
         """Return the environment variables and limits for a probe process on these devices.
 
         Raises GroupError if the devices can't be limited as requested.
         """
-        if key.traits.side_by_side and key.placement == "mps":  # a resumed run of an older version
+        if (
+            group_key.traits.side_by_side and group_key.placement == "mps"
+        ):  # a resumed run of an older version
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
             environment: ChildEnvironment = self._hosts.find(devices[0]).ask(
@@ -483,7 +489,7 @@ class ChildProber:
     def _failed(
         self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float
     ) -> OutOfMemory | Failed:
-        key = probe.layout.children
+        key = probe.layout.group_key
         devices = self._find_devices(key, failure)
         if failure.out_of_memory:
             short_bytes: tuple[int, ...] = ()
@@ -505,20 +511,20 @@ class ChildProber:
             detail += f" ({what} in {self._error_file})"
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
-    def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
+    def _find_devices(self, group_key: Layout, failure: RankFailure) -> tuple[int, ...]:
         """Return the positions of the devices on which a rank has failed.
 
-        Empty if one process drives several devices, and its error doesn't name a GPU.
+        Empty if the rank's process drives several devices, and its error doesn't name a GPU.
         """
-        if not runs_in_one_process(self._resolved, key):
-            return (key.active[failure.rank % len(key.active)],)
-        if len(key.active) == 1:
-            return key.active
+        if not runs_in_one_process(self._resolved, group_key):
+            return (group_key.active[failure.rank % len(group_key.active)],)
+        if len(group_key.active) == 1:
+            return group_key.active
         # one process drives several devices: the error may name the one that failed
-        return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
+        return () if failure.gpu is None else group_key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report which line of the user's code ran when a probe was stopped, and save the stack."""
+        """Save the stack of a stopped probe, and report which line of the user's code ran."""
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         # the stack is saved if it contains a line of the user's code
         saved = stack.where and self._save_output(
@@ -543,7 +549,7 @@ class ChildProber:
         return False
 
     def _free_memory(self, probes: tuple[Probe, ...]) -> None:
-        """End idle probe processes that hold memory which the next probes need."""
+        """End idle probe processes if the next probes need the memory that they hold."""
         held = {key: group.held_bytes for key, group in self._idle.items()}
         for key in self._memory.groups_to_end(probes, held):
             self._idle.pop(key).end()
@@ -552,32 +558,34 @@ class ChildProber:
 def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
     """Return whether an all-reduce between these devices must be tested before they train.
 
-    That is so for GPUs under PyTorch: NCCL can hang on paths that the board doesn't have.
+    This is needed for GPUs under PyTorch: NCCL hangs if the driver reports a path between them that
+    the board doesn't have.
     """
-    # NCCL hangs if the driver reports a path between GPUs that the board doesn't have
     return framework == "torch" and not any(device.on_cpu for device in devices)
 
 
-def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """Return the facts about a job so far, updated by what its rank 0 found while building."""
+def add_facts(known: Facts, reported: Mapping[str, str], engine: str, job: Job) -> Facts:
+    """Return the facts about a job, updated by what rank 0 has reported about its build."""
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
-    parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
-    own = found.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
-    by_cost = assigns_by_cost(resolved.request, resolved.framework)
+    parts = [job.workload, job.request.settings, reported.get("parameters", "")]
+    own = reported.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
+    by_cost = assigns_by_cost(job.request, job.framework)
     return Facts(
-        versions=before.versions | {name: found[name] for name in names if name in found},
-        driver=before.driver,
-        engine=engine or before.engine,
-        workload_digest=before.workload_digest or own,
-        batch_statistics=found.get("batch_statistics", ""),
-        bfloat16="bfloat16" in found.get("computes", ""),
-        rows=int(found.get("rows", 0)),
-        lengths=tuple(map(int, found.get("lengths", "").split())) if by_cost else (),
-        longest_row=int(found.get("longest_row", -1)),
-        state=ModelState(*map(int, found["state"].split())) if "state" in found else before.state,
-        link=before.link,
-        gradient_bytes=int(found.get("gradient_bytes", 0)),
-        parameter_bytes=int(found.get("parameter_bytes", 0)),
+        versions=known.versions | {name: reported[name] for name in names if name in reported},
+        driver=known.driver,
+        engine=engine or known.engine,
+        workload_digest=known.workload_digest or own,
+        batch_statistics=reported.get("batch_statistics", ""),
+        bfloat16="bfloat16" in reported.get("computes", ""),
+        rows=int(reported.get("rows", 0)),
+        lengths=tuple(map(int, reported.get("lengths", "").split())) if by_cost else (),
+        longest_row=int(reported.get("longest_row", -1)),
+        state=ModelState(*map(int, reported["state"].split()))
+        if "state" in reported
+        else known.state,
+        link=known.link,
+        gradient_bytes=int(reported.get("gradient_bytes", 0)),
+        parameter_bytes=int(reported.get("parameter_bytes", 0)),
     )
 
 
@@ -591,11 +599,12 @@ def make_prober(
     end_seconds: float = math.inf,
     link: KnownLink | None = None,
 ) -> Prober:
-    """Return the prober for a job: simulated if its devices are, else with real processes.
+    """Return the prober for a job: a simulated one if its devices are simulated, else a real one.
 
-    `end_seconds` is the time on the session's clock at which a simulated prober stops. Its clock
-    starts at `start_seconds`. Tracebacks of processes are appended to `error_file`. `link` is the
-    saved speed of the link between the devices.
+    - `start_seconds`: where the prober's clock starts, above 0 for a resumed run.
+    - `error_file`: tracebacks of failed processes are appended to this file.
+    - `end_seconds`: the time on that clock at which a simulated prober stops.
+    - `link`: the speed of the link between the devices, if an earlier run has saved it.
     """
     # the session stops real probes
     if job.machine is not None:

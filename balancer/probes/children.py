@@ -75,7 +75,7 @@ class RunningChild(ABC):
 
     @abstractmethod
     def send(self, command: Command) -> None:
-        """Send a command; nothing happens if the process has exited."""
+        """Send a command; this has no effect if the process has exited."""
 
     @abstractmethod
     def find_stack(self) -> Stack | None:
@@ -151,7 +151,7 @@ class Child(RunningChild):
     def send(self, command: Command) -> None:
         """Send a command.
 
-        Errors are ignored, because an exited process is reported in the inbox.
+        Errors are ignored, because the exit of the process is reported in the inbox.
         """
         with suppress(OSError, ValueError):
             self._stdin.write(encode_line(command))
@@ -169,7 +169,8 @@ class Child(RunningChild):
     def find_stack(self) -> Stack | None:
         """Return the stack of the process's main thread, or None if it doesn't answer in time.
 
-        The process has STACK_SECONDS. Until it runs, the stack is the fork server's.
+        The process has STACK_SECONDS to answer. If it hasn't been forked yet, the fork server's
+        stack is returned.
         """
         self._server.send_signal(self._key if self.pid else None, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_SECONDS
@@ -211,7 +212,7 @@ class Child(RunningChild):
         stream.close()
 
     def _put_message(self, message: Message) -> None:
-        """Put a message into the group's inbox; if the inbox stays full, the message is lost."""
+        """Put a message into the inbox of the group; it is lost if the inbox stays full."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 
@@ -251,16 +252,17 @@ class ChildGroup:
         seconds: float,
         stop: threading.Event,
     ) -> list[Reply]:
-        """Send a command to each rank, and return the replies in the order of ranks.
+        """Send a command to each rank, and return their replies in the order of ranks.
 
-        `command` makes the command for a rank. Raises the same errors as `receive`.
+        `command` is called with each rank, and returns the command for it. Raises the same errors
+        as `receive`.
         """
         for child in self.children:
             child.send(command(child.rank))
         return self.receive(expected, seconds, stop)
 
     def receive(self, expected: type[Reply], seconds: float, stop: threading.Event) -> list[Reply]:
-        """Wait for a reply of each rank, and return the replies in the order of ranks.
+        """Wait for a reply from each rank, and return the replies in the order of ranks.
 
         Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError once
         `stop` is set.
@@ -282,9 +284,9 @@ class ChildGroup:
     def _collect_replies(
         self, expected: type[Reply], seconds: float, stop: threading.Event
     ) -> tuple[dict[int, Reply], dict[int, RankFailure]]:
-        """Wait for the ranks, and return their replies and their failures, both by rank.
+        """Wait for all ranks, and return their replies and their failures, both by rank.
 
-        A rank that sent nothing in time is in neither of them.
+        A rank that hasn't answered in time is in neither of them.
         """
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
@@ -307,7 +309,7 @@ class ChildGroup:
         return replies, failures
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
-        """Raise StoppedError, because the probe was stopped while ranks were still to reply.
+        """Raise StoppedError, because the probe was stopped while replies were missing.
 
         If the user's code may be running, the error has the stack of the first rank without a
         reply.
@@ -318,7 +320,7 @@ class ChildGroup:
         raise StoppedError(late[0].find_stack() if in_users_code else None)
 
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
-        """Return a failure for each of these ranks whose host can't be reached any more."""
+        """Return failures for those of the silent ranks whose hosts can't be reached any more."""
         found = {}
         for rank in silent:
             loss = self.children[rank].find_loss()
@@ -327,10 +329,10 @@ class ChildGroup:
         return found
 
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
-        """Let all ranks release cached memory.
+        """Tell all ranks to release their cached memory.
 
-        Returns the bytes still held on each device by position, where known. Raises GroupError and
-        StoppedError.
+        Returns the bytes that are still held on each device, by position; devices for which this is
+        unknown are left out. Raises the same errors as `receive`.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]
@@ -342,7 +344,7 @@ class ChildGroup:
 
     @property
     def alive(self) -> bool:
-        """Whether all processes still run."""
+        """Whether all processes are still running."""
         return all(child.alive for child in self.children)
 
     def end(self) -> None:

@@ -96,7 +96,7 @@ class RankFailure(msgspec.Struct, frozen=True):
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether the rank failed only because its connection to another rank broke."""
+        """Whether the rank failed only because it lost its connection to another rank."""
         return self.cause == "raised" and any(sign in self.detail.lower() for sign in _LOST_A_PEER)
 
 
@@ -113,7 +113,7 @@ class GroupError(Exception):
 
     @property
     def recovered(self) -> bool:
-        """Whether the ranks only ran out of memory in a step, and all of them can continue."""
+        """Whether ranks only ran out of memory in a step, so that all ranks can continue."""
         short = all(failure.out_of_memory and failure.recovered for failure in self.failures)
         return short and not self.silent
 
@@ -169,7 +169,7 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
 
 
 def names_hardware(text: str) -> bool:
-    """Return whether an error's text is about a GPU or its driver."""
+    """Return whether the text of an error is about a GPU or its driver."""
     lowered = text.lower()
     makers = [word for backend in all_backends() for word in backend.device_words]
     return any(sign in lowered for sign in (*_HARDWARE, *makers))
@@ -217,8 +217,8 @@ def find_gpu_number(text: str) -> int | None:
 def one_line(text: str, longest: int = 300) -> str:
     """Return the most informative line of an error's text.
 
-    Colors and control characters are removed, and the line is cut to `longest` characters. "" if
-    the text is blank.
+    Colors and control characters are removed, and the line is cut to `longest` characters. Returns
+    "" if the text is blank.
     """
     lines = [_UNPRINTABLE.sub(" ", line).strip() for line in _COLORS.sub("", text).splitlines()]
     lines = [line for line in lines if line]

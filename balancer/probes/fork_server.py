@@ -42,7 +42,7 @@ LOG_BYTES = 64 << 10  # bytes at the end of a server's output that are kept
 
 
 class ForkRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request: fork a process with these environment variables and cores.
+    """Request: fork a process with these environment variables and CPU cores.
 
     Its standard streams are sent along as file descriptors.
     """
@@ -123,7 +123,7 @@ class ForkServer:
             self._send_signal(SignalRequest(key, signal.SIGKILL, True))
 
     def _carry_out(self) -> bool:
-        """Carry out one request; return False if the socket was closed."""
+        """Receive and carry out one request; return False if the socket was closed."""
         data, descriptors, _, _ = socket.recv_fds(self._channel, LONGEST_REQUEST, STREAMS + 1)
         if not data:
             return False
@@ -151,7 +151,7 @@ class ForkServer:
                 os.close(descriptor)
 
     def _be_child(self, start: ForkRequest, streams: Sequence[int]) -> None:
-        """Set up streams, folder, variables and cores in the new process, and run it."""
+        """In the new process: set up streams, folder, variables and cores, and call `run`."""
         try:
             os.setsid()  # it becomes the leader of its own process group
             standard, more = streams[:STREAMS], streams[STREAMS:]
@@ -189,10 +189,10 @@ class ForkServer:
 
 
 def import_first(names: Sequence[str], start_driver: Callable[[], object]) -> None:
-    """Import modules before forking, so that forked processes start without this delay.
+    """Import modules before forking, so that forked processes needn't import them.
 
-    Names are "module" or "module:attribute". If forking is impossible afterwards, for example
-    because a GPU driver was started, the program restarts itself without the imports.
+    Names have the form "module" or "module:attribute". If forking is impossible afterwards, for
+    example because a GPU driver was started, the program restarts itself without the imports.
     """
     try:
         for name in names:
@@ -213,19 +213,19 @@ def import_first(names: Sequence[str], start_driver: Callable[[], object]) -> No
 
 
 def die_with_parent() -> None:
-    """Let Linux kill this process when the thread that started it exits."""
+    """Make Linux kill this process when the thread that started it exits."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent exits."""
+    """Make this process the parent of its descendants whose own parents exit."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class ForkedChild(Protocol):
-    """What a fork server updates about a process: its process id, and how it exited."""
+    """A process in the view of its fork server, which sets its process id and reports its exit."""
 
     pid: int  # 0 until it runs
 
@@ -262,10 +262,10 @@ class ChildServer(ABC):
     def start(
         self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
     ) -> int:
-        """Fork a process, and return the key by which the server knows it.
+        """Fork a process, and return the key by which the server identifies it.
 
-        `streams` are the process's standard streams; they are closed on this side. Raises OSError
-        if the request can't be sent though the server runs.
+        `streams` are the file descriptors of the process's standard streams; they are closed on
+        this side. Raises OSError if the request can't be sent although the server is running.
         """
         key = next(self._keys)
         self._children[key] = child
@@ -285,9 +285,9 @@ class ChildServer(ABC):
         return key
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a signal to the process of this key, or to its whole process group.
+        """Send a signal to the process with this key, or to its whole process group.
 
-        A key of None means the server; nothing is sent if the server isn't a process of its own.
+        None as the key means the server; nothing is sent if the server isn't a process of its own.
         """
         if key is not None:
             with suppress(OSError):
@@ -328,8 +328,8 @@ class ChildServer(ABC):
 class BuiltServer(ChildServer):
     """Connection to a copy of a probe process that holds the user's built workload.
 
-    The copy forks further probe processes. `far_end` is the file descriptor that is passed to the
-    process which makes the copy.
+    The copy forks further probe processes. `far_end` is the file descriptor of the copy's end of
+    the connection. It is passed to the process that makes the copy.
     """
 
     def __init__(self) -> None:
@@ -346,14 +346,14 @@ class BuiltServer(ChildServer):
         return self._serves
 
     def read_log(self) -> bytes:
-        """Return nothing, because the copy has no log.
+        """Return nothing, because the copy has no log of its own.
 
-        It writes to the streams of its processes.
+        It writes to the streams of the processes that it forks.
         """
         return b""
 
     def close(self) -> None:
-        """Disconnect; the copy then kills its processes and exits."""
+        """Close the connection; the copy then kills its processes and exits."""
         self._serves = False
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
@@ -371,13 +371,11 @@ class BuiltServer(ChildServer):
 
 
 class ServerProcess(ChildServer):
-    """Fork server in a process of its own, which has imported `imports`.
+    """Fork server that runs in its own process and has imported the modules in `imports`.
 
-    Create it in a thread that lasts: the kernel kills the server when that thread exits. Raises
-    OSError if it can't be started.
+    Create it in a thread that lives as long as the server is needed: the kernel kills the server
+    when that thread exits. Raises OSError if it can't be started.
     """
-
-    # the kernel kills the server when the thread that created it exits
 
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
         self._last_words: bytes | None = None  # the end of its output, once it has exited
@@ -395,11 +393,11 @@ class ServerProcess(ChildServer):
 
     @property
     def alive(self) -> bool:
-        """Whether the server runs."""
+        """Whether the server is running."""
         return self._process.poll() is None
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a signal to the process of this key, or to the server itself if it is None."""
+        """Send a signal to the process with this key; None means the server itself."""
         if key is None:
             self._process.send_signal(number)
         else:
@@ -452,7 +450,10 @@ def _run(
 
 
 def _merge_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables with which the fork server is started."""
+    """Return the environment variables for the process of a fork server.
+
+    They are those of this process, updated by `variables`.
+    """
     merged = {**os.environ, **variables}
     # the server imports the same evener as this process
     merged["PYTHONPATH"] = import_path(merged.get("PYTHONPATH", ""))

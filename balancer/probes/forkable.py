@@ -2,10 +2,10 @@
 
 Four things rule out a fork:
 
-- Other threads than the one that forks, because they don't exist in the copy. Some libraries, such
+- Threads other than the one that forks, because they don't exist in the copy. Some libraries, such
   as OpenBLAS, end their threads before each fork and start them again when needed. Such threads
   don't matter. A trial fork shows which threads remain.
-- Open files, because both processes would share the position in them. Those of a
+- Open files, because both processes would share the position in them. Files of a
   driver may be open because of its management library, such as NVML. A trial then starts the driver
   in a fork.
 - A device's driver that has started, because it doesn't survive a fork.
@@ -73,9 +73,9 @@ class BuildWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager that notes which environment variables about the rank are read.
+        """Context manager that records which environment variables about the rank are read.
 
-        It replaces the lookup of `os.environ` meanwhile.
+        Within it, the lookup of `os.environ` is replaced.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         kind = type(os.environ)
@@ -93,9 +93,9 @@ class BuildWatch:
             kind.__getitem__ = look_up  # type: ignore[method-assign]
 
     def noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """Return a wrapper of a function that returns something about the rank.
+        """Wrap a function that returns something about the rank, so that its use is recorded.
 
-        If the user's code calls it, that is noted; `what` is its name in the message.
+        Only calls from the user's code are recorded. `what` names the function in the message.
         """
 
         def ask(*arguments: Any, **keywords: Any) -> Any:
@@ -105,11 +105,10 @@ class BuildWatch:
         return ask
 
     def note(self, what: str) -> None:
-        """Note that the user's code has asked for something that differs between ranks.
+        """Record that the user's code has asked for something that differs between ranks.
 
-        Calls that don't come from the user's code are ignored.
+        `what` names it in the message. Calls that don't come from the user's code are ignored.
         """
-        # only if the user's code is on the stack
         frame = sys._getframe(1)
         for _ in range(FRAMES):
             if frame.f_back is None:
@@ -122,9 +121,9 @@ class BuildWatch:
     def find_obstacle(self, trial: Callable[[bool], object] = lambda _: None) -> str:
         """Return why this process can't be copied for other ranks, or "" if it can.
 
-        `trial` runs in a forked copy, and should compute a little with all threads; if a library's
-        threads are missing in the copy, it hangs. It is called with True if driver files are open;
-        then it should start the driver.
+        `trial` is called in a forked copy, where it should compute a little with all threads: it
+        hangs if the threads of a library are missing there. Its argument is True if files of a
+        driver are open; it should then start the driver.
         """
         if has_started_driver():
             return "it starts a device's driver"
@@ -168,7 +167,7 @@ def _call_in_copy(trial: Callable[[], object]) -> int | None:
 
 
 def _run_and_exit(trial: Callable[[], object]) -> NoReturn:
-    """Call a function, and exit with 0 if it returns, else 1."""
+    """Call a function, and exit the process with code 0 if it returns, else 1."""
     code = 1
     try:
         trial()

@@ -39,7 +39,7 @@ ANSWER_SECONDS = 3.0  # the same timeout once a rank on any host has failed
 
 
 class LocalHost:
-    """Starts probe processes and reads device drivers on this host.
+    """Starts probe processes and reads device drivers on the host where it is created.
 
     `name` is the host's name in a cluster, or "" on the machine where the search runs.
     """
@@ -66,7 +66,7 @@ class LocalHost:
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method by its name, so that callers can treat local and remote hosts alike."""
+        """Call a method by its name, in the same way as on a remote host."""
         return attrgetter(method)(self)(*arguments)
 
     def wait_for_drivers(
@@ -113,8 +113,8 @@ class LocalHost:
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
         """Return the fork server that can start a process with this environment.
 
-        Also returns a file descriptor for the process, over which it offers a copy of itself with
-        the built workload; None if no copy is needed.
+        Also returns a file descriptor to pass to the process, which then offers a copy of itself
+        with the built workload over it. It is None if no such copy is needed.
         """
         # a server has already imported the framework, so it suits only children with the same
         # values of all variables that affect the import
@@ -141,14 +141,16 @@ class LocalHost:
         for server in (*self._built.values(), *self._servers.values()):
             server.close()
 
-    def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
+    def measure_taken_memory(
+        self, positions: Iterable[int], unused_positions: Collection[int]
+    ) -> dict[int, int]:
         """Return how much of each device's usable memory other programs hold, in bytes.
 
-        `clean` has the devices on which no probe process runs. Devices whose use is unknown are
-        left out.
+        `unused_positions` are the devices on which no probe process runs. Devices are left out if
+        their use is unknown.
         """
         own = {child.pid for child in self._running if child.alive}
-        return self.monitor.measure_short(positions, own, clean)
+        return self.monitor.measure_taken_memory(positions, own, unused_positions)
 
     def find_neighbours(self, positions: Iterable[int]) -> dict[int, Neighbours]:
         """Return how much other programs have used each device since the last call.
@@ -168,10 +170,10 @@ class LocalHost:
 
 
 class HostService(LocalHost):
-    """Runs in the agent on another host, and manages the probe processes there for the search.
+    """Manages probe processes on another host for the search; it runs in the agent there.
 
     Processes are addressed by keys. `script` is a copy of the user's script, which is written to a
-    temporary folder; None for a built-in workload. Calls may run at the same time.
+    temporary folder; None for a built-in workload. Its methods may be called at the same time.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class HostService(LocalHost):
         self._children: dict[int, Child] = {}
 
     def begin_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> None:
-        """Start a process under this key."""
+        """Start a process that the caller will address by this key."""
         self._children[key] = self.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
@@ -203,9 +205,9 @@ class HostService(LocalHost):
         self._children[key].send(command)
 
     def receive(self) -> list[tuple[int, Message]]:
-        """Return (key, message) for each message from the processes since the last call.
+        """Return (key, message) for each message that processes have sent since the last call.
 
-        Waits up to RECEIVE_SECONDS for the first one; then the list is empty.
+        Waits up to RECEIVE_SECONDS for a message; the list is empty if none arrives.
         """
         messages: list[tuple[int, Message]] = []
         with suppress(queue.Empty):
@@ -215,11 +217,11 @@ class HostService(LocalHost):
         return [(key, self._name_origin(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
-        """Return the stack of the main thread of this key's process, or None without an answer."""
+        """Return the stack of the process's main thread, or None if it doesn't answer."""
         return self._children[key].find_stack()
 
     def end(self, key: int) -> None:
-        """Kill the process of this key."""
+        """Kill the process with this key."""
         self._children.pop(key).end()
 
     def close(self) -> None:
@@ -304,8 +306,8 @@ class RemoteHost:
         self._closed = threading.Event()
         threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
 
-    def ask(self, method: str, *arguments: Any, **how: Any) -> Any:
-        """Call a method of the HostService on that host; a service that died is restarted once.
+    def ask(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call a method of the HostService on that host, and restart the service once if it died.
 
         Raises HostLostError if the host doesn't answer.
         """
@@ -313,11 +315,11 @@ class RemoteHost:
             raise self._lost
         generation = self.service.generation
         try:
-            return self.service.ask(method, *arguments, **how)
+            return self.service.ask(method, *arguments, **keywords)
         except ActorLostError:
             if not self._recover(generation):
                 raise
-        return self.service.ask(method, *arguments, **how)
+        return self.service.ask(method, *arguments, **keywords)
 
     def _recover(self, generation: int) -> bool:
         """Restart the HostService after it has died; its probe processes count as killed.
@@ -346,7 +348,7 @@ class RemoteHost:
         return child
 
     def forget(self, key: int) -> None:
-        """Kill a process; its later messages are ignored."""
+        """Kill a process, and ignore its later messages."""
         if self._children.pop(key, None) is not None and not self._closed.is_set():
             with suppress(HostLostError):
                 self.ask("end", key)
@@ -358,7 +360,7 @@ class RemoteHost:
             raise StoppedError
 
     def close(self) -> None:
-        """End the HostService with all its probe processes."""
+        """End the HostService on that host, and all of its probe processes."""
         if not self._closed.is_set():
             self._closed.set()
             self.service.close()
@@ -379,7 +381,7 @@ class RemoteHost:
                     child.receive(message)
 
     def _mark_lost(self, error: Exception) -> None:
-        """Record that the host can't be reached, and report this to the groups of its processes."""
+        """Record that the host is lost, and report this to the groups of its processes."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error
@@ -388,7 +390,7 @@ class RemoteHost:
 
 
 class Hosts:
-    """The hosts of all devices in a request, this machine and others alike.
+    """All hosts with devices of a request, which may include this machine.
 
     Raises DeviceError if a host can't be reached.
     """
@@ -409,9 +411,10 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """Return for each rank where it finds the other ranks to form a process group.
+        """Return for each rank the address at which the ranks meet to form a process group.
 
-        For PyTorch on one host this is a file in memory, else "address:port" with a free port.
+        For PyTorch on one host, this is the path of a file in memory, else "address:port" with a
+        free port.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":
@@ -448,15 +451,17 @@ class Hosts:
             found |= host.ask("monitor.read", tuple(positions))
         return found
 
-    def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
+    def measure_taken_memory(
+        self, positions: Collection[int], unused_positions: Collection[int]
+    ) -> dict[int, int]:
         """Return how much of each device's usable memory other programs hold, in bytes.
 
-        `clean` has the devices on which no probe process runs. Devices whose use is unknown are
-        left out.
+        `unused_positions` are the devices on which no probe process runs. Devices are left out if
+        their use is unknown.
         """
         found: dict[int, int] = {}
         for host in self._among(positions):
-            found |= host.ask("measure_short", tuple(positions), set(clean))
+            found |= host.ask("measure_taken_memory", tuple(positions), set(unused_positions))
         return found
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]:
@@ -487,7 +492,7 @@ class Hosts:
             yield self._by_name[name]
 
     def _with_drivers(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
-        """Return the hosts that have GPUs among these positions; CPU slices have no driver."""
+        """Yield the hosts that have GPUs among these positions; CPU slices have no driver."""
         return self._among(
             [position for position in positions if not self._devices[position].on_cpu]
         )

@@ -1,9 +1,9 @@
 """Finds external disturbances of a probe: heat, power limits and lost devices.
 
-It also finds memory that other processes hold. GPUs are read through their driver, and only between
-timed blocks. Each GPU has a watch (`VitalsWatch`), which calls the driver on separate threads. So a
-driver that hangs doesn't block the probe. CPU slices have no driver, so only the host's free memory
-is read for them.
+It also finds memory that other processes hold. GPUs are read through their drivers, and only
+between timed blocks. Each GPU has a watch (`VitalsWatch`) that calls the driver on separate
+threads, so a driver that hangs doesn't block the probe. CPU slices have no driver, so only the free
+memory of the host is read for them.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ CLOSE_SECONDS = 0.2  # timeout for closing all watches
 
 
 class Neighbours(NamedTuple):
-    """How a device's time is divided between the probe and other programs.
+    """How a device's time is shared by the probe and other programs.
 
-    `part` and `own_part` are the fractions of time in which it ran kernels of other programs and of
-    the probe; `names` are the other programs.
+    `part` is the fraction of time in which it ran kernels of other programs, and `own_part` the
+    fraction in which it ran kernels of the probe. `names` are the names of the other programs.
     """
 
     part: float
@@ -102,41 +102,46 @@ class InterferenceMonitor:
         self._raise_if_gone(positions)
         return vitals
 
-    def measure_short(
-        self, positions: Iterable[int], own: Collection[int], clean: Collection[int]
+    def measure_taken_memory(
+        self,
+        positions: Iterable[int],
+        probe_pids: Collection[int],
+        unused_positions: Collection[int],
     ) -> dict[int, int]:
         """Return how much of each device's usable memory other programs hold, in bytes.
 
-        - `own`: process ids of the probe processes, whose memory doesn't count.
-        - `clean`: positions of devices on which none of them runs.
+        - `probe_pids`: process ids of the probe processes, whose memory doesn't count.
+        - `unused_positions`: positions of devices on which no probe process runs.
 
-        Devices with unknown use are left out.
+        Devices are left out if their use is unknown.
         """
-        # if a driver doesn't list the processes, the number is known only for a clean position
+        # if a driver doesn't list the processes, the number is known only for unused devices
         found: dict[int, int] = {}
         for position in self._list_own_positions(positions):
-            short = self._find_persistent_short(position, own, position in clean)
+            short = self._find_persistently_taken(
+                position, probe_pids, position in unused_positions
+            )
             if short is None:
                 continue
             found[position] = self._round_up(position, short) if short else 0
         return found
 
     def find_neighbours(
-        self, positions: Iterable[int], own: Collection[int]
+        self, positions: Iterable[int], probe_pids: Collection[int]
     ) -> dict[int, Neighbours]:
-        """Return how own and other processes shared each device's time since the last call.
+        """Return how the probe and other programs shared each device's time since the last call.
 
-        `own` has the process ids of the probe processes. Devices whose driver doesn't list these
-        processes are left out.
+        `probe_pids` are the process ids of the probe processes. Devices whose drivers don't list
+        these processes are left out.
         """
         # in a container, for example, the driver may number processes differently than this host
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
-            if not vitals.busy.keys() & own:
+            if not vitals.busy.keys() & probe_pids:
                 continue  # the driver may know the processes by other pids
             busy = {pid: part for pid, part in vitals.busy.items() if part}
-            others = {pid: part for pid, part in busy.items() if pid not in own}
-            mine = sum(part for pid, part in busy.items() if pid in own)
+            others = {pid: part for pid, part in busy.items() if pid not in probe_pids}
+            mine = sum(part for pid, part in busy.items() if pid in probe_pids)
             total = mine + sum(others.values())
             scale = 1 / max(1.0, total)
             if not mine:
@@ -147,19 +152,18 @@ class InterferenceMonitor:
             )
         return found
 
-    def _round_up(self, position: int, short: int) -> int:
-        """Round a byte count up to a hundredth of the device's memory.
+    def _round_up(self, position: int, taken_bytes: int) -> int:
+        """Round a byte count up to a multiple of a hundredth of the device's memory.
 
-        The result never falls below the last one, so that small changes aren't reported.
+        The result is never lower than the last one, so that small changes aren't reported.
         """
-        # small changes aren't reported: the last value is returned until it is exceeded
-        if short > self._short.get(position, 0):
+        if taken_bytes > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
-            self._short[position] = -(-short // step) * step
+            self._short[position] = -(-taken_bytes // step) * step
         return self._short[position]
 
     def close(self) -> None:
-        """Stop reading; a driver that hangs isn't waited for."""
+        """Stop reading the drivers, without waiting for one that hangs."""
         until = time.monotonic() + CLOSE_SECONDS
         watches = [watch for watch in self._watches.values() if watch]
         for watch in watches:
@@ -168,7 +172,7 @@ class InterferenceMonitor:
             watch.answer(until)
 
     def _list_own_positions(self, positions: Iterable[int]) -> list[int]:
-        """Return the positions whose devices are on this host, without duplicates."""
+        """Return those positions whose devices are on this host, without duplicates."""
         return [
             position
             for position in dict.fromkeys(positions)
@@ -176,7 +180,7 @@ class InterferenceMonitor:
         ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
-        """Return the driver watches of these devices by position; missing ones are opened."""
+        """Return the driver watches of these devices by position; open those that are missing."""
         own = self._list_own_positions(positions)
         found = {}
         for position in own:
@@ -193,12 +197,12 @@ class InterferenceMonitor:
     def _read(
         self, positions: Iterable[int], wait_seconds: float, full: bool = False
     ) -> Mapping[int, Vitals]:
-        """Ask the drivers of these devices at once; return what arrives within `wait_seconds`.
+        """Ask the drivers of these devices at the same time, and wait at most `wait_seconds`.
 
-        For a driver without a new answer, that is its latest reading.
+        Returns the reading of each device, or its previous one if its driver hasn't answered in
+        time. `full` readings include memory and processes.
         """
         watches = self._find_watches(positions)
-        # only a full reading includes memory and processes
         asked = {i: watch.ask(full) for i, watch in watches.items()}
         until = time.monotonic() + wait_seconds
         # a driver that hasn't answered an earlier reading isn't waited for
@@ -216,78 +220,76 @@ class InterferenceMonitor:
                     RankFailure(ranks[position], "device", detail, gpu=ranks[position])
                 )
 
-    def _find_persistent_short(
-        self, position: int, own: Collection[int], clean: bool
+    def _find_persistently_taken(
+        self, position: int, probe_pids: Collection[int], is_unused: bool
     ) -> int | None:
-        """Return the bytes of a device that other programs hold for longer than a moment.
+        """Return how many bytes of a device other programs hold, or None if unknown.
 
         An increase is read again a few times, because a program that holds memory may be exiting.
-        `own` has the ids of the probe processes; `clean` means that none of them runs on the
-        device. None if unknown.
+        `probe_pids` are the process ids of the probe processes; `is_unused` means that none of them
+        runs on the device.
         """
-        # a number higher than last time is read again, because a process that holds memory may be
-        # exiting
         reported = self._short.get(position, 0) + _unclear_bytes(
             self._devices[position].memory_bytes or 0
         )
-        # `own`: pids of the session's children; `clean`: none of them runs on the device
-        short = self._short_now(position, own, clean)
+        short = self._taken_now(position, probe_pids, is_unused)
         for _ in range(SETTLE_READS):
             if short is None or short <= reported:
                 break
             time.sleep(SETTLE_SECONDS)
-            again = self._short_now(position, own, clean)
+            again = self._taken_now(position, probe_pids, is_unused)
             short = None if again is None else min(short, again)
         return short
 
-    def _short_now(self, position: int, own: Collection[int], clean: bool) -> int | None:
+    def _taken_now(self, position: int, probe_pids: Collection[int], is_unused: bool) -> int | None:
         device = self._devices[position]
         usable = device.usable_memory_bytes
         whole = device.memory_bytes
         if usable is None or whole is None:
             return None
         if device.on_cpu:
-            left = available_memory_bytes() + sum(_resident_bytes(pid) for pid in own)
+            left = available_memory_bytes() + sum(_resident_bytes(pid) for pid in probe_pids)
             return max(0, usable - left)
         vitals = self._read((position,), SETTLE_SECONDS, full=True).get(position, Vitals())
-        others = _others_bytes(vitals, own, clean)
+        others = _others_bytes(vitals, probe_pids, is_unused)
         if others is None or others < _unclear_bytes(whole):
             return None if others is None else 0
         return max(0, usable - max(0, whole - others))
 
 
 class DriverReader(Protocol):
-    """Anything that returns the driver readings of devices."""
+    """An object that returns driver readings of devices."""
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]: ...
 
 
 class DeviceWatch(DriverReader, Protocol):
-    """A DriverReader that can also return how much other programs use each device."""
+    """A DriverReader that can also tell how much other programs use each device."""
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]: ...
 
 
 class ProbeInterference:
-    """Reads the drivers of a probe's devices, to see whether heat or power limits slow it.
+    """Reads the drivers of a probe's devices to see whether heat or power limits slow them.
 
-    `idle` has the first readings of devices that no probe uses, for their idle power.
+    `idle_readings` are the first readings of devices that the probe doesn't use, for their idle
+    power.
     """
 
     def __init__(
         self,
         monitor: DriverReader,
         positions: Sequence[int],
-        idle: Mapping[int, Vitals] | None = None,
+        idle_readings: Mapping[int, Vitals] | None = None,
     ) -> None:
         self._monitor = monitor
         self._positions = positions
-        self._idle = idle or {}
+        self._idle = idle_readings or {}
         self._before = monitor.read(positions)
         self._first = {**self._idle, **self._before}
 
     def annotate(self, block: Block) -> Block:
-        """Read the drivers after a block of steps, and add how long each device was throttled.
+        """Read the drivers after a block of steps, and add to it how long devices were throttled.
 
         Raises GroupError if a device was lost meanwhile.
         """
@@ -337,7 +339,7 @@ class ProbeInterference:
 def _add_throttled_time(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return the step's breakdown with the seconds lost to heat and to power limits added."""
+    """Add to a step's breakdown the seconds that a device lost to heat and to power limits."""
     if now is None or now.clock_fraction is None:
         return part
     braked = _share_of_time(before, now, "braked_seconds")
@@ -351,7 +353,7 @@ def _add_throttled_time(
 
 
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
-    """Return driver readings of unused devices; empty if one of them fails."""
+    """Return driver readings of unused devices; empty if a driver can't be read."""
     # the probe can run without it
     with suppress(GroupError, HostLostError):
         return monitor.read(positions) if positions else {}
@@ -366,40 +368,38 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """Return how many bytes in use on a device may belong to the driver itself.
+    """Return how many of a device's used bytes may belong to the driver itself.
 
-    Smaller amounts don't show that another program holds memory. `memory_bytes` is the device's
-    total.
+    If fewer bytes are in use, this doesn't show that another program holds memory. `memory_bytes`
+    is the device's total memory.
     """
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 
 
-def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
+def _others_bytes(vitals: Vitals, probe_pids: Collection[int], is_unused: bool) -> int | None:
     """Return the bytes that programs other than the probe processes hold on a device.
 
-    `own` has the ids of the probe processes; `clean` means that none of them runs on the device.
-    None if the driver doesn't say.
+    `probe_pids` are the process ids of the probe processes; `is_unused` means that none of them
+    runs on the device. None if the driver doesn't say.
     """
-    # `own` are the pids of the session's children; `clean`: no child runs on the device
     if vitals.used_bytes is None:
         return None
-    sizes = [vitals.processes[pid] for pid in own if pid in vitals.processes]
+    sizes = [vitals.processes[pid] for pid in probe_pids if pid in vitals.processes]
     mine = [size for size in sizes if size is not None]
     # the driver doesn't list the children, so their bytes are unknown
-    if not clean and not mine:
+    if not is_unused and not mine:
         return None
     return max(0, vitals.used_bytes - sum(mine))
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return the fraction of time between two driver readings in which a device was throttled.
+    """Return the fraction of time in which a device was throttled between two driver readings.
 
     `counter` is the reading's field with the seconds of one cause, such as "capped_seconds". 0 if
     unknown.
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0
-    # `counter`: the field with the condition's seconds, such as "capped_seconds"
     first = getattr(before, counter)
     last = getattr(now, counter)
     if first is None or last is None:

@@ -3,8 +3,8 @@
 Idle PyTorch processes release their cache, and report how much memory they still hold. TensorFlow's
 allocator never releases memory, so an idle process still holds its peak, and somewhat more.
 
-In this module, `key` is a layout without its sizes (`Layout.children`). Layouts with equal keys run
-in the same processes.
+In this module, `group_key` is a layout without its sizes (`Layout.group_key`). Layouts with equal
+keys run in the same processes.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ OPEN_SERVERS = (
 MOST_HELD = 256  # maximum number of sockets that are held
 
 
-def choose_engine(resolved: Job, key: Layout) -> str:
+def choose_engine(job: Job, group_key: Layout) -> str:
     """Return the engine that synchronizes a layout's devices, or "" if they train separately."""
-    if not key.traits.together:
+    if not group_key.traits.together:
         return ""
-    return choose_group_engine(resolved, [resolved.devices[i] for i in key.active])
+    return choose_group_engine(job, [job.devices[i] for i in group_key.active])
 
 
-def choose_group_engine(resolved: Job, devices: Sequence[Device]) -> str:
+def choose_group_engine(job: Job, devices: Sequence[Device]) -> str:
     """Return the engine that synchronizes training on these devices.
 
     PyTorch has "ddp". TensorFlow has "towers" for GPUs of one host without limits, else
     "multiworker", unless the request names one.
     """
-    engine = resolved.request.engine
-    if resolved.framework == "torch":
+    engine = job.request.engine
+    if job.framework == "torch":
         return "ddp"
-    if resolved.framework == "none" or engine != "auto":
+    if job.framework == "none" or engine != "auto":
         return engine
     unlimited_gpus = all(
         find_backend(device.kind).own_memory and not device.limit for device in devices
@@ -61,80 +61,80 @@ def choose_group_engine(resolved: Job, devices: Sequence[Device]) -> str:
     return "towers" if unlimited_gpus and len(group_by_host(devices)) == 1 else "multiworker"
 
 
-def runs_in_one_process(resolved: Job, key: Layout) -> bool:
+def runs_in_one_process(job: Job, group_key: Layout) -> bool:
     """Return whether one process drives all devices of a layout."""
-    return key.traits.placed or choose_engine(resolved, key) in ONE_PROCESS
+    return group_key.traits.placed or choose_engine(job, group_key) in ONE_PROCESS
 
 
-def assign_devices(resolved: Job, key: Layout) -> list[list[Device]]:
-    """Return the devices of each process of a layout, by rank."""
-    devices = [resolved.devices[i] for i in key.active]
-    if key.traits.side_by_side and key.placement == "logical":
-        devices = [_split_memory(device, key.processes) for device in devices]
-    one_process = runs_in_one_process(resolved, key)
-    return ([devices] if one_process else [[device] for device in devices]) * key.processes
+def assign_devices(job: Job, group_key: Layout) -> list[list[Device]]:
+    """Return the devices that each process of a layout uses, by rank."""
+    devices = [job.devices[i] for i in group_key.active]
+    if group_key.traits.side_by_side and group_key.placement == "logical":
+        devices = [_split_memory(device, group_key.processes) for device in devices]
+    one_process = runs_in_one_process(job, group_key)
+    return ([devices] if one_process else [[device] for device in devices]) * group_key.processes
 
 
 def map_ranks(
-    resolved: Job,
-    key: Layout,
+    job: Job,
+    group_key: Layout,
     environments: Sequence[ChildEnvironment],
     busy_cores: Mapping[int, float],
 ) -> RankMap:
-    """Return which devices the ranks of a layout use, and how many cores each rank keeps busy.
+    """Return which devices the ranks of a layout use, and how many CPU cores each rank keeps busy.
 
-    `busy_cores` has measured core counts by device position.
+    `busy_cores` has the number of busy cores that was measured for devices, by position.
     """
     threads = environments[0].threads or 1
-    positions = key.active * key.processes
+    positions = group_key.active * group_key.processes
     return RankMap(
         positions=positions,
-        one_process=len(environments) == 1 and len(key.active) > 1,
-        own_cores=all(resolved.devices[i].on_cpu for i in key.active),
+        one_process=len(environments) == 1 and len(group_key.active) > 1,
+        own_cores=all(job.devices[i].on_cpu for i in group_key.active),
         threads=threads,
         busy_cores=tuple(busy_cores.get(position, float(threads)) for position in positions),
     )
 
 
 def build_commands(
-    resolved: Job,
-    key: Layout,
+    job: Job,
+    group_key: Layout,
     assigned: Sequence[Sequence[Device]],
     environments: Sequence[ChildEnvironment],
     ranks: RankMap,
     peers: tuple[str, ...] = (),
 ) -> list[Build]:
-    """Return the command for each rank that makes it build the user's workload.
+    """Return a build command for each rank of a layout, which makes it build the user's workload.
 
-    `peers` has the address or file at which each rank meets the others; empty if the ranks train
-    independently.
+    `peers` has the address or the file at which each rank meets the others; empty if the ranks
+    train independently.
     """
-    request = resolved.request
+    request = job.request
     grouped = bool(peers)
     commands = []
     for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):
         setup = WorkerSetup(
             devices=tuple(
-                find_backend(d.kind).name_in(resolved.framework, i) for i, d in enumerate(devices)
+                find_backend(d.kind).name_in(job.framework, i) for i, d in enumerate(devices)
             ),
-            memory_limit_bytes=tuple(
-                _framework_limit(resolved.framework, device) for device in devices
-            ),
+            memory_limit_bytes=tuple(_framework_limit(job.framework, device) for device in devices),
             rank=rank if grouped else 0,
             peers=peers,
-            trainings=key.processes,
+            trainings=group_key.processes,
             threads=environment.threads,
-            precision=MIXED if "mixed" in key.knobs else cast(Precision, request.precision),
-            xla=request.xla or "xla" in key.knobs,
+            precision=MIXED if "mixed" in group_key.knobs else cast(Precision, request.precision),
+            xla=request.xla or "xla" in group_key.knobs,
             input=cast(Input, request.input),
-            placement=key.placement if key.traits.placed else "",
-            loader_workers=find_workers(key.knobs),
-            state=(key.state or _make_stand_in(len(key.shares))) if key.traits.sharded else (),
+            placement=group_key.placement if group_key.traits.placed else "",
+            loader_workers=find_workers(group_key.knobs),
+            state=(group_key.state or _make_stand_in(len(group_key.shares)))
+            if group_key.traits.sharded
+            else (),
         )
         commands.append(
             Build(
-                workload=resolved.workload,
-                framework=resolved.framework,
+                workload=job.workload,
+                framework=job.framework,
                 settings=request.settings,
                 setup=setup,
                 compute=_compute_share(devices[0]),
@@ -149,10 +149,9 @@ def build_commands(
 def _make_stand_in(devices: int) -> tuple[float, ...]:
     """Return how to divide a model's state to measure one device of a sharded layout alone.
 
-    The first, running device gets a small fraction. The others, which don't run, get equal parts of
-    the rest.
+    The first fraction is for that device, and is small. The other devices, which don't run, get
+    equal fractions of the rest.
     """
-    # the running device comes first; the others share what it doesn't hold
     others = devices - 1
     return (MEASURED_PART, *((1 - MEASURED_PART) / others for _ in range(others)))
 
@@ -168,9 +167,9 @@ _held: deque[int] = deque()
 
 
 def reserve_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Return free TCP ports, which this process keeps bound so that no other program gets them.
+    """Return free TCP ports, and keep them bound so that no other program gets them.
 
-    They can still be listened on with SO_REUSEADDR.
+    Processes can still listen on them with SO_REUSEADDR.
     """
     ports = []
     for _ in range(count):
@@ -196,9 +195,8 @@ def _split_memory(device: Device, processes: int) -> Device:
 def _compute_share(device: Device) -> float:
     """Return the fraction of a device's speed that a process may use.
 
-    It is below 1 only for CPU slices with a limit.
+    It is below 1 only for CPU slices with a limit, which are slowed by spinning.
     """
-    # CPU slices with a limit are slowed by spinning; GPUs are limited by their driver
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
 
@@ -211,7 +209,7 @@ def _framework_limit(framework: str, device: Device) -> int | None:
 
 
 class RankMap(msgspec.Struct, frozen=True):
-    """Which device each rank of a layout uses, and how many cores its steps keep busy."""
+    """Which device each rank of a layout uses, and how many CPU cores each rank keeps busy."""
 
     # in rank order or, for one child over several devices, in the order of its devices
     positions: tuple[int, ...]
@@ -238,20 +236,19 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 class MemoryBudget:
     """Estimates whether idle probe processes leave enough memory for the next probes.
 
-    `available_bytes` returns the free memory of the host that has the least.
+    `available_bytes` returns the free memory of the host with the least free memory.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
-        # available bytes of the host that has the least
         self._devices = devices
         self._available_bytes = available_bytes
         self._peaks: dict[int, dict[int, int]] = {}
         self._short: dict[int, int] = {}
 
     def estimate_held(self, position: int, peak_bytes: int) -> int:
-        """Return how many bytes an idle process keeps, from the peak of its steps.
+        """Estimate how many bytes an idle process keeps, from the peak memory of its steps.
 
-        Allocators keep free blocks, so it may be more than the peak.
+        It may be more than the peak, because allocators keep free blocks.
         """
         return (
             round(peak_bytes * KEPT)
@@ -259,32 +256,33 @@ class MemoryBudget:
             else peak_bytes
         )
 
-    def whole(self, position: int) -> int:
+    def usable_bytes(self, position: int) -> int:
         """Return the usable memory of a device in bytes, 0 if unknown."""
         return self._devices[position].usable_memory_bytes or 0
 
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:
-        """Record the bytes that an idle process held on a device after passes of this many rows."""
+        """Record the bytes that an idle process holds on a device after passes of `rows` rows."""
         self._peaks.setdefault(position, {})[rows] = held_bytes
 
-    def record_short(self, position: int, short_bytes: int) -> None:
-        """Record how many of a device's usable bytes other programs hold."""
-        self._short[position] = short_bytes
+    def record_taken(self, position: int, taken_bytes: int) -> None:
+        """Record how many bytes of a device's usable memory other programs hold."""
+        self._short[position] = taken_bytes
 
-    def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:
+    def groups_to_end(self, probes: Sequence[Probe], held_bytes: HeldBytes) -> list[Layout]:
         """Return the idle groups of processes that must be ended before the next probes can run.
 
-        `idle` has the bytes that each group holds on its devices. A group is named by its layout.
+        `held_bytes` has the bytes that each group holds on its devices. A group is identified by
+        its layout without sizes (`Layout.group_key`).
         """
-        wanted = {probe.layout.children for probe in probes}
-        others = [key for key in idle if key not in wanted]
+        wanted = {probe.layout.group_key for probe in probes}
+        others = [key for key in held_bytes if key not in wanted]
         if others and self._available_bytes() < LOW_HOST_BYTES:
             return others
         needs = self._needs(probes)
         tight = {
             position
             for position, need in needs.items()
-            if self._lacks_memory(position, need, wanted, idle)
+            if self._lacks_memory(position, need, wanted, held_bytes)
         }
         return [key for key in others if tight.intersection(key.active)]
 
@@ -302,7 +300,7 @@ class MemoryBudget:
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """Estimate the bytes that a pass of `rows` rows needs, from passes of other sizes.
+        """Estimate the bytes that a pass with this many rows needs, from passes of other sizes.
 
         None if no pass was measured.
         """
@@ -313,9 +311,13 @@ class MemoryBudget:
         )
 
     def _lacks_memory(
-        self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
+        self, position: int, need: int | None, next_groups: set[Layout], held_bytes: HeldBytes
     ) -> bool:
-        """Return whether a GPU has too little memory for a probe beside its idle processes."""
+        """Return whether a GPU has too little memory for the next probe because of idle processes.
+
+        `need` is what the probe needs, in bytes; None means unknown. `next_groups` are the groups
+        of processes that the next probes use, and `held_bytes` is the memory that each group holds.
+        """
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:
             return False  # each slice has its own memory cap
@@ -323,8 +325,8 @@ class MemoryBudget:
         if need is None or usable is None:
             # an unknown need counts as the whole memory
             return True
-        held = {key: sizes[position] for key, sizes in idle.items() if position in sizes}
-        # the next probes reuse the `wanted` groups, with the memory that these hold
-        own = max((size for key, size in held.items() if key in wanted), default=0)
-        others = sum(size + CONTEXT_BYTES for key, size in held.items() if key not in wanted)
+        held = {key: sizes[position] for key, sizes in held_bytes.items() if position in sizes}
+        # the next probes reuse `next_groups`, with the memory that these hold
+        own = max((size for key, size in held.items() if key in next_groups), default=0)
+        others = sum(size + CONTEXT_BYTES for key, size in held.items() if key not in next_groups)
         return max(need, own) + others > USED * (usable - self._short.get(position, 0))

@@ -1,4 +1,4 @@
-"""Program of one rank in a measurement of links: all-reduces between devices."""
+"""Program of one rank in a measurement of links, which times all-reduces between devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
-    """Command: time all-reduces among the ranks in `members`."""
+    """Command: time all-reduces among the ranks in `members`.
+
+    The reply is `Summed`.
+    """
 
     members: tuple[int, ...]
 
@@ -48,9 +51,9 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
 
 class Summed(msgspec.Struct, frozen=True, tag=True):
-    """Reply: measured latency and bandwidth of the all-reduces.
+    """Reply: the measured latency and bandwidth of all-reduces.
 
-    `wrong` describes an incorrect result; "" if all were correct.
+    `wrong` describes an incorrect sum; "" if all sums were correct.
     """
 
     latency_seconds: float

@@ -1,14 +1,14 @@
 """Measures the links between devices by all-reduces.
 
-Each pair of devices is measured, and all devices together. The first setting is the driver's
-default transport. In the next ones, some of NCCL's transports are disabled. Variables of the user's
-environment that disable transports are ignored in these measurements. If they amount to yet another
-setting, that setting is measured too.
+Each pair of devices is measured, and all devices together. They are first measured over the
+driver's default transport, and then with some of NCCL's transports disabled. Variables of the
+user's environment that disable transports are ignored in these measurements. If they amount to yet
+another combination of transports, that one is measured too.
 
 Each rank has its own process, and each reply has a deadline. If an all-reduce hangs, its devices
 are reported and the other links are still measured. An all-reduce may hang or give wrong sums over
-the default transport. Then it is tried again with some transports disabled, to find a setting that
-works.
+the default transport. It is then tried again with some transports disabled, to find environment
+variables with which it works.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """What the ranks are asked to do, worded for error messages, such as "join" and "joined"."""
+    """A task of the ranks as words for error messages, such as "join" and "joined"."""
 
     verb: str
     past: str
@@ -97,7 +97,7 @@ END = RankTask("end its all-reduce", "ended its all-reduce")
 
 
 class LinkError(Exception):
-    """An all-reduce failed or hung, so the link has no speed."""
+    """An all-reduce failed or hung, so the speed of the link can't be measured."""
 
     def __init__(self, outcome: Outcome, detail: str, ranks_met: bool) -> None:
         super().__init__(detail)
@@ -106,7 +106,7 @@ class LinkError(Exception):
         self.ranks_met = ranks_met  # True if the ranks had joined before the error
 
     def describe(self, labels: tuple[str, ...], transport: Transport) -> LinkMeasurement:
-        """Return a LinkMeasurement that records this error for the devices with these labels."""
+        """Return a LinkMeasurement with this error, for the devices with these labels."""
         return LinkMeasurement(
             labels, transport, self.outcome, detail=self.detail, ranks_met=self.ranks_met
         )
@@ -144,7 +144,7 @@ def measure_links(
 
 
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
-    """Return the NCCL environment variables that make an all-reduce work between these devices.
+    """Return the NCCL environment variables with which an all-reduce works between these devices.
 
     The text is like "NCCL_P2P_DISABLE=1"; "" if no variables help.
     """
@@ -159,10 +159,10 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
 
 
 def read_switches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the NCCL variables in an environment that switch transports off.
+    """Return the NCCL variables of an environment that switch transports off.
 
-    Different spellings of the same setting give the same result: for example, a P2P level of "LOC"
-    becomes NCCL_P2P_DISABLE=1.
+    Settings that mean the same give the same result: for example, a P2P level of "LOC" becomes
+    NCCL_P2P_DISABLE=1.
     """
     found = {}
     for name in (P2P_OFF, SHARED_OFF):
@@ -194,7 +194,7 @@ def switches_of(transport: Transport) -> Mapping[str, str]:
 def name_path(devices: Sequence[Device], switches: Mapping[str, str]) -> str:
     """Return the slowest path between devices of one host, such as "NVLink"; "" if unknown.
 
-    `switches` are NCCL environment variables and their values; if they switch P2P off, the text
+    `switches` are NCCL environment variables with their values. If they switch P2P off, the text
     says so.
     """
     kinds = {device.kind for device in devices}
@@ -215,26 +215,25 @@ def write_variables(variables: Mapping[str, str]) -> str:
 
 def _measure_over_transport(
     devices: Sequence[Device],
-    sets: Sequence[tuple[int, ...]],
+    index_sets: Sequence[tuple[int, ...]],
     transport: Transport,
     program: Sequence[str],
 ) -> Iterator[LinkMeasurement]:
     """Measure all-reduces within each set of devices over one NCCL transport.
 
-    `sets` has the indices of each set's devices. Yields one measurement per set.
+    `index_sets` has the indices of each set's devices. Yields one measurement for each set.
     """
-    # each of `sets` lists the indices in `devices` of its members
     group: LinkGroup | None = None
     everyone = tuple(range(len(devices)))
-    if len(sets) > 1:
+    if len(index_sets) > 1:
         try:
-            group = LinkGroup(devices, switches_of(transport), sets, program)
+            group = LinkGroup(devices, switches_of(transport), index_sets, program)
         except LinkError as fault:
             labels = tuple(device.label for device in devices)
             yield fault.describe(labels, transport)
-            sets = [members for members in sets if members != everyone]
+            index_sets = [members for members in index_sets if members != everyone]
     try:
-        for members in sets:
+        for members in index_sets:
             chosen = [devices[i] for i in members]
             labels = tuple(device.label for device in chosen)
             if group is None:
@@ -255,7 +254,10 @@ def _measure_over_transport(
 def _measure_with_new_processes(
     devices: Sequence[Device], labels: tuple[str, ...], transport: Transport, program: Sequence[str]
 ) -> LinkMeasurement:
-    """Measure one set of devices in new processes, after an earlier failure or for a single set."""
+    """Measure one set of devices in processes of its own.
+
+    This is done after a failure of other processes, or if there is only one set to measure.
+    """
     group: LinkGroup | None = None
     try:
         everyone = tuple(range(len(devices)))
@@ -282,20 +284,21 @@ def _describe(devices: Sequence[Device], transport: Transport, summed: Summed) -
 
 
 class LinkGroup:
-    """Rank processes on all devices, joined in one process group to measure links.
+    """Processes on all devices, one rank each, that form a process group to measure links.
 
-    `sets` are the groups of ranks that will be measured. Raises LinkError if the ranks can't join.
+    `rank_sets` are the sets of ranks that will be measured. Raises LinkError if the ranks can't
+    form the group.
     """
 
     def __init__(
         self,
         devices: Sequence[Device],
         variables: Mapping[str, str],
-        sets: Sequence[tuple[int, ...]],
+        rank_sets: Sequence[tuple[int, ...]],
         program: Sequence[str] = PROGRAM,
     ) -> None:
         self._devices = devices
-        self._sets = tuple(sets)
+        self._sets = tuple(rank_sets)
         self._ranks: list[_RankProcess] = []
         try:
             for device in devices:
@@ -317,7 +320,7 @@ class LinkGroup:
         self._receive_replies(Joined, everyone, until - time.monotonic(), JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
-        """Time all-reduces among these ranks; return the result of the slowest rank.
+        """Time all-reduces among these ranks, and return the results of the slowest rank.
 
         Raises LinkError if a rank fails or hangs.
         """
@@ -347,8 +350,9 @@ class LinkGroup:
     ) -> list[_Reply]:
         """Wait for a reply of this kind from each member; return them in the order of `members`.
 
-        `task` names in errors what the ranks were to do. After the first reply, the others have
-        only `late_seconds` left. Raises LinkError if a rank fails or doesn't reply in time.
+        `task` is what the ranks were to do, for error messages. If `late_seconds` is given, the
+        other ranks have only this long after the first reply. Raises LinkError if a rank fails or
+        doesn't reply in time.
         """
         began = time.monotonic()
         until = began + seconds
@@ -371,7 +375,6 @@ class LinkGroup:
                     raise LinkError("failed", why, task is END)
                 found[rank] = reply
                 waiting.discard(rank)
-                # the other ranks have `late_seconds` after the first one
                 if late_seconds is not None and len(found) == 1:
                     until = min(until, time.monotonic() + late_seconds)
         return [found[rank] for rank in members]
@@ -392,7 +395,7 @@ def _explain(reply: LinkReply | None) -> str:
 
 
 class _RankProcess:
-    """Process of one rank, on one device."""
+    """The process of one rank, which uses one device."""
 
     def __init__(
         self, device: Device, variables: Mapping[str, str], program: Sequence[str]
@@ -422,7 +425,7 @@ class _RankProcess:
         self._decoder: msgspec.json.Decoder[LinkReply] = msgspec.json.Decoder(LinkReply)
 
     def send(self, command: LinkCommand) -> None:
-        """Send a command; nothing happens if the process has exited."""
+        """Send a command; this has no effect if the process has exited."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")

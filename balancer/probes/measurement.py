@@ -55,7 +55,7 @@ class Timeouts(msgspec.Struct, frozen=True):
 
 
 def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
-    """Return the command that sets each process's share and passes for a layout."""
+    """Return the command that tells each process its share of a layout and the passes for it."""
 
     def pick(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sizes[position] for position in ranks.unique_positions)
@@ -73,7 +73,7 @@ def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
 
 
 class ProgressReporter:
-    """Reports the phase and throughput of one probe, at most every REPORT_SECONDS."""
+    """Reports the phase and the throughput of a probe, at most once in REPORT_SECONDS."""
 
     def __init__(self, probe: Probe, report: Report, now: Callable[[], float]) -> None:
         self.phase = "starting"
@@ -82,28 +82,28 @@ class ProgressReporter:
         self._entered, self._last = time.monotonic(), float("-inf")
 
     def enter(self, phase: str) -> None:
-        """Begin a phase such as "building", and report it at once unless it is the current one."""
+        """Begin a phase such as "building", and report it at once if it is a new one."""
         if phase != self.phase or self._last < 0:
             self.phase, self._entered, self._last = phase, time.monotonic(), float("-inf")
             self.update()
 
-    def update(self, rate: float | None = None, relative: float | None = None) -> None:
-        """Set the throughput in samples/s and its relative error, and report if a report is due.
+    def update(self, rate: float | None = None, relative_error: float | None = None) -> None:
+        """Set the throughput in samples/s and its error, and report them if a report is due.
 
-        `relative` is the half-width of the 95 % interval as a fraction of the throughput.
+        `relative_error` is half of the width of the 95 % interval, as a fraction of the throughput.
         """
-        self._latest = rate, relative
+        self._latest = rate, relative_error
         self.repeat()
 
     def stop(self, stack: Stack, note: str) -> None:
-        """Report at which line of the user's code the probe was stopped."""
+        """Report the line of the user's code that was running when the probe was stopped."""
         at = time.monotonic()
         phase = stack.step if self.phase == "building" else self.phase
         seconds, where = at - self._entered, f"{stack.where}{note}" if stack.where else ""
         self._report(ProbeProgress(self._probe, phase, *self._latest, self._now(), seconds, where))
 
     def repeat(self) -> None:
-        """Report the latest state again if a report is due."""
+        """Report the latest phase and throughput again, if a report is due."""
         if (at := time.monotonic()) - self._last >= REPORT_SECONDS:
             self._last = at
             self._report(
@@ -116,11 +116,11 @@ class ProgressReporter:
 class Measurement:
     """Measures one probe with a group of running probe processes.
 
-    - `row_tokens`: mean number of tokens per row in the data; step times are scaled to it. 0 if
+    - `row_tokens`: mean number of tokens per row in the data, to which step times are scaled; 0 if
       rows have no lengths.
-    - `idle`: driver readings of devices that no probe uses, for their idle power.
-    - `closer`: also time steps without data loading and, on GPUs, steps whose kernels are all
-      enqueued beforehand.
+    - `idle_readings`: driver readings of devices that no probe uses, for their idle power.
+    - `measure_limits`: whether to also time steps without data loading and, on GPUs, steps whose
+      kernels are all enqueued beforehand.
     """
 
     def __init__(
@@ -131,21 +131,21 @@ class Measurement:
         progress: ProgressReporter,
         monitor: DeviceWatch,
         row_tokens: float = 0.0,
-        idle: Mapping[int, Vitals] | None = None,
+        idle_readings: Mapping[int, Vitals] | None = None,
         *,
-        closer: bool = False,
+        measure_limits: bool = False,
     ) -> None:
         self._probe, self._group, self._ranks = probe, group, group.ranks
         self._row_tokens = row_tokens  # tokens per row on average, if rows have lengths
         self._work: list[tuple[Work, ...]] = []  # the work of each rank in a step, by block
         self._timeouts, self._progress, self._monitor = timeouts, progress, monitor
-        self._idle = idle  # readings of unused devices
+        self._idle = idle_readings  # readings of unused devices
         self._watts: dict[int, float] = {}
         self._memory_bytes: Sequence[
             int | None
         ] = ()  # the peak of each rank or device of the group
         self._not_finite: tuple[MeasurementDoubt, ...] = ()
-        self._closer = closer
+        self._closer = measure_limits
         self._kept: KeptBatch | None = None
         self._enqueued_seconds: float | None = None
         self._cpu_seconds, self._work_seconds = (
@@ -163,9 +163,9 @@ class Measurement:
         """Prepare the processes, time blocks of steps, and return the result.
 
         - `started`: the monotonic time at which the probe began.
-        - `warm_up_share`: the largest share of a smaller step that runs first; 0 means
-          none.
-        - `short_bytes`: memory that other programs hold on each device, passed on to the
+        - `warm_up_share`: the largest share of an extra first step with a smaller batch; 0 means
+          no such step.
+        - `short_bytes`: memory that other programs hold on each device, which is passed on to the
           result.
 
         Raises GroupError if a process fails, and StoppedError once `stop` is set.
@@ -217,7 +217,6 @@ class Measurement:
         # the ranks reuse one batch, unless the step hardly waits for input
         if waits:
             self._kept = self._time_kept(timing.step.value, stop)
-        # all kernels are enqueued before the step begins
         if on_gpus:
             timed = self._group.call(
                 lambda _: TimeOnDevice(), TimedOnDevice, self._timeouts.block, stop
@@ -226,16 +225,16 @@ class Measurement:
             self._enqueued_seconds = max((each for each in seconds if each), default=None)
         self._keep_batch(False, stop)
 
-    def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
-        """Tell all ranks to train on one batch again and again, or on new batches again.
+    def _keep_batch(self, keep: bool, stop: threading.Event) -> bool:
+        """Tell all ranks to reuse one batch for all further steps, or to load new batches again.
 
-        Returns whether all ranks can do it.
+        `keep` is True to reuse one batch. Returns whether all ranks can do so.
         """
-        replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
+        replies = self._group.call(lambda _: KeepBatch(keep), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """Return the step time on a batch that stays in memory, measured after a warm-up."""
+        """Return the step time with a batch that stays in memory. A warm-up comes before it."""
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         # a warm-up, because cores and GPUs that have waited for rows are slower at first
         self._time_kept_for(seconds / 2, step_seconds, stop)
@@ -300,7 +299,7 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """Add to each device's breakdown what part of the time other programs used the device."""
+        """Add to each device's breakdown how much of the time other programs used the device."""
         positions = self._ranks.unique_positions
         if len(timing.parts) != len(positions):
             return timing
@@ -318,10 +317,12 @@ class Measurement:
         )
         return msgspec.structs.replace(timing, parts=parts)
 
-    def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[MeasurementDoubt, ...]:
+    def _find_not_finite(self, replies: Sequence[Ran]) -> tuple[MeasurementDoubt, ...]:
         """Return a warning for the first step whose loss was NaN or infinite, if there is one."""
         found = [
-            (reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step
+            (reply.not_finite_step, rank)
+            for rank, reply in enumerate(replies)
+            if reply.not_finite_step
         ]
         if not found:
             return ()
@@ -329,7 +330,7 @@ class Measurement:
         return (MeasurementDoubt("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
-        """Return the command for the next block."""
+        """Return the command that runs the steps of the next block."""
         if self._probe.layout.processes == 1:
             # the trainings of a pack run for the same time, so that none idles while others finish
             return RunSteps(steps)
@@ -338,70 +339,73 @@ class Measurement:
             min(max(steps, PACK_STEPS) * step_seconds, LONGEST_PACK_SECONDS),
         )
 
-    def _make_block(self, ran: Sequence[Ran]) -> Block:
-        """Combine the ranks' replies about a block of steps; the slowest rank's time counts."""
+    def _make_block(self, replies: Sequence[Ran]) -> Block:
+        """Combine the ranks' replies about a block; the time of the slowest rank counts."""
         if self._probe.layout.processes > 1:
-            return self._make_pack_block(ran)
-        ran = self._scale_to_mean_tokens(ran)
-        wall_seconds = max(reply.wall_seconds for reply in ran)
-        self._memory_bytes = tuple(size for reply in ran for size in reply.memory_bytes)
-        parts = tuple(self._describe_parts(reply) for reply in ran)
+            return self._make_pack_block(replies)
+        replies = self._scale_to_mean_tokens(replies)
+        wall_seconds = max(reply.wall_seconds for reply in replies)
+        self._memory_bytes = tuple(size for reply in replies for size in reply.memory_bytes)
+        parts = tuple(self._describe_parts(reply) for reply in replies)
         if len(self._ranks.unique_positions) == 1:
-            share = self._cpu_share(ran[0])
+            share = self._cpu_share(replies[0])
             own = (wall_seconds * min(1.0, share or 1.0),)
-            return Block(ran[0].steps, wall_seconds, share, own, parts=parts)
+            return Block(replies[0].steps, wall_seconds, share, own, parts=parts)
         return Block(
-            ran[0].steps, wall_seconds, None, self._own_seconds(ran, wall_seconds), parts=parts
+            replies[0].steps,
+            wall_seconds,
+            None,
+            self._own_seconds(replies, wall_seconds),
+            parts=parts,
         )
 
-    def _own_seconds(self, ran: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
-        """Return the seconds that each rank computed in a block, without waiting for others.
+    def _own_seconds(self, replies: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
+        """Return how many seconds each rank computed in a block, without waiting for other ranks.
 
-        Empty if that can't be measured.
+        Empty if this can't be measured.
         """
-        if any(reply.waited_seconds is not None for reply in ran):
-            return tuple(_subtract_waiting(wall_seconds, reply.waited_seconds) for reply in ran)
+        if any(reply.waited_seconds is not None for reply in replies):
+            return tuple(_subtract_waiting(wall_seconds, reply.waited_seconds) for reply in replies)
         if not self._ranks.own_cores or self._ranks.one_process:
             return ()
         # the CPU time divided by the number of cores that the rank keeps busy
-        computed = zip(ran, self._ranks.busy_cores, strict=True)
+        computed = zip(replies, self._ranks.busy_cores, strict=True)
         return tuple(
             min(wall_seconds, reply.cpu_seconds / busy + reply.spun_seconds)
             for reply, busy in computed
         )
 
-    def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """Return how a rank spent its time in a block of steps.
+    def _describe_parts(self, reply: Ran) -> PartSeconds:
+        """Return how a rank spent its time in a block of steps, in seconds.
 
-        The parts are data loading, the optimizer, waiting for cores and idle time, in seconds.
+        The parts are data loading, the optimizer, waiting for CPU cores, and idle time.
         """
         idle = None
         if self._ranks.own_cores and len(self._ranks.positions) == 1:
             # idle time: no thread computed, waited for a core or fetched rows
-            busy = ran.cpu_seconds + ran.spun_seconds + (ran.starved_seconds or 0.0)
-            idle = max(0.0, ran.wall_seconds - busy - (ran.input_seconds or 0.0))
+            busy = reply.cpu_seconds + reply.spun_seconds + (reply.starved_seconds or 0.0)
+            idle = max(0.0, reply.wall_seconds - busy - (reply.input_seconds or 0.0))
         return PartSeconds(
-            input_seconds=ran.input_seconds,
-            update_seconds=ran.update_seconds,
-            starved_seconds=min(ran.starved_seconds or 0.0, ran.wall_seconds),
+            input_seconds=reply.input_seconds,
+            update_seconds=reply.update_seconds,
+            starved_seconds=min(reply.starved_seconds or 0.0, reply.wall_seconds),
             idle_seconds=idle,
-            taken_by=ran.taken_by,
+            taken_by=reply.taken_by,
         )
 
-    def _scale_to_mean_tokens(self, ran: Sequence[Ran]) -> Sequence[Ran]:
-        """Scale a block's times as if its rows had the mean number of tokens.
+    def _scale_to_mean_tokens(self, replies: Sequence[Ran]) -> Sequence[Ran]:
+        """Scale the times of a block as if its rows had the mean number of tokens.
 
-        Otherwise the random lengths of rows would add noise.
+        Otherwise the times would vary with the random lengths of the rows.
         """
-        work = [reply.work for reply in ran if reply.work]
+        work = [reply.work for reply in replies if reply.work]
         tokens = sum(each.tokens for each in work)
-        layout, steps = self._probe.layout, ran[0].steps
-        # otherwise the random lengths of a block's rows would add noise
+        layout, steps = self._probe.layout, replies[0].steps
         usual = layout.global_batch * self._row_tokens * steps
         factor = usual / tokens if usual and tokens and not layout.length else 1.0
         if work:
             self._work.append(tuple(_scale(each, factor / steps) for each in work))
-        return [_scale_times(reply, factor) for reply in ran]
+        return [_scale_times(reply, factor) for reply in replies]
 
     def _mean_work(self) -> list[Work | None]:
         """Return each rank's mean work per step, such as its tokens, over all blocks."""
@@ -411,39 +415,41 @@ class Measurement:
             for rank in ranks
         ]
 
-    def _cpu_share(self, ran: Ran) -> float | None:
-        """Return the fraction of a block in which the process got the CPU cores it wanted.
+    def _cpu_share(self, reply: Ran) -> float | None:
+        """Return the fraction of a block in which the process got the CPU cores that it needed.
 
         None if unknown.
         """
         # other processes may use its cores, so the fraction is unknown
         if not self._ranks.own_cores:
             return None
-        self._cpu_seconds += ran.cpu_seconds
-        self._work_seconds += max(0.0, ran.wall_seconds - ran.spun_seconds)
+        self._cpu_seconds += reply.cpu_seconds
+        self._work_seconds += max(0.0, reply.wall_seconds - reply.spun_seconds)
         # the time that threads waited for a core, if the kernel reports it
-        if ran.starved_seconds is not None:
-            return max(0.0, 1 - ran.starved_seconds / ran.wall_seconds)
+        if reply.starved_seconds is not None:
+            return max(0.0, 1 - reply.starved_seconds / reply.wall_seconds)
         return (
             # a single thread that isn't on a core waits for one
-            (ran.cpu_seconds + ran.spun_seconds) / ran.wall_seconds
+            (reply.cpu_seconds + reply.spun_seconds) / reply.wall_seconds
             if self._ranks.threads == 1
             else None
         )
 
-    def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
+    def _make_pack_block(self, replies: Sequence[Ran]) -> Block:
         """Combine the replies of independent processes that share one device.
 
-        One step of the result stands for one step of each process.
+        A step of the result stands for one step of each process.
         """
-        sizes = [reply.memory_bytes[0] for reply in ran]
+        sizes = [reply.memory_bytes[0] for reply in replies]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
-        self._memory_bytes = (total,) * len(ran)
-        steps = max(1, round(sum(reply.steps for reply in ran) / len(ran)))
+        self._memory_bytes = (total,) * len(replies)
+        steps = max(1, round(sum(reply.steps for reply in replies) / len(replies)))
         each = (
             # the longest time, because a training steps faster while another one hasn't begun or
             # has finished
-            max(reply.wall_seconds for reply in ran) * len(ran) / sum(reply.steps for reply in ran)
+            max(reply.wall_seconds for reply in replies)
+            * len(replies)
+            / sum(reply.steps for reply in replies)
         )
         return Block(steps, steps * each)
 
@@ -467,7 +473,7 @@ def _subtract_waiting(wall_seconds: float, waited: float | None) -> float | None
     return None if waited is None else max(0.0, wall_seconds - waited)
 
 
-def _scale_times(ran: Ran, factor: float) -> Ran:
+def _scale_times(reply: Ran, factor: float) -> Ran:
     names = (
         "wall_seconds",
         "cpu_seconds",
@@ -477,8 +483,8 @@ def _scale_times(ran: Ran, factor: float) -> Ran:
         "update_seconds",
         "starved_seconds",
     )
-    times = {name: time * factor for name in names if (time := getattr(ran, name)) is not None}
-    return msgspec.structs.replace(ran, **times)
+    times = {name: time * factor for name in names if (time := getattr(reply, name)) is not None}
+    return msgspec.structs.replace(reply, **times)
 
 
 def _scale(work: Work, factor: float) -> Work:

@@ -3,9 +3,9 @@
 Each message is one line of typed JSON with a maximum length. A probe process only executes
 commands. Its parent decides what to run, for how long, and what an error means.
 
-On `STACK_SIGNAL`, a probe process writes its stack to standard error, so that the parent sees what
-a process without replies is doing. `faulthandler` writes it without the interpreter's help, so this
-also works in a process that loops, waits or computes.
+When a probe process receives `STACK_SIGNAL`, it writes its stack to standard error. This shows the
+parent what a process that doesn't reply is doing. `faulthandler` writes the stack without the
+interpreter's help, so this also works in a process that loops, waits or computes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Command: set shares and passes, and run the first step.
+    """Command: set the process's shares and passes, and run the first step.
 
     With `costs`, rows are assigned by the cost of their length, in passes of at most `tokens`
     padded tokens; `length` makes all rows equally long. `micro` limits the rows per pass of each
@@ -77,7 +77,7 @@ class RunSteps(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepBatch(msgspec.Struct, frozen=True, tag=True):
-    """Command: train all further steps on one batch (`kept`), or load new batches again.
+    """Command: use one batch for all further steps if `kept`, or load new batches again.
 
     The reply is `BatchKept`.
     """
@@ -150,25 +150,25 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):
-    """Reply: whether the workload can train on one batch repeatedly."""
+    """Reply: whether the workload can use one batch repeatedly."""
 
     able: bool
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
-    """Reply: measured speed of the all-reduces; None if the workload can't measure it."""
+    """Reply: the measured speed of all-reduces; None if the workload can't measure it."""
 
     speed: LinkSpeed | None
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """Reply: seconds of a step without the delay of enqueuing kernels; None if unknown."""
+    """Reply: seconds of a step without the delay of enqueuing its kernels; None if unknown."""
 
     seconds: Seconds | None
 
 
 class MemoryReleased(msgspec.Struct, frozen=True, tag=True):
-    """Reply: bytes that the process still holds on each of its devices; None means unknown."""
+    """Reply: how many bytes the process still holds on each of its devices; None means unknown."""
 
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]
 
@@ -208,7 +208,7 @@ def encode_line(message: Command | Reply) -> bytes:
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """A probe process has ended, by itself or by a signal."""
+    """The end of a probe process, by itself or by a signal."""
 
     code: int
     cap_share: float = 0.0  # peak memory as a fraction of its cap; 0 without a cap
@@ -218,7 +218,7 @@ class Exited(msgspec.Struct, frozen=True):
 
 
 class InvalidReply(msgspec.Struct, frozen=True):
-    """A probe process wrote a line that isn't a reply."""
+    """A line that a probe process wrote and that isn't a reply."""
 
     text: str
 
@@ -243,8 +243,8 @@ def parse_reply(text: bytes) -> Reply | InvalidReply:
 class Stack(msgspec.Struct, frozen=True):
     """Stack of a probe process's main thread, to explain a timeout or a slow start.
 
-    `step` is "importing" in an import statement, "loading" in the user's file, "building" in the
-    user's function, else "preparing".
+    `step` is where the stack is: "importing" in an import statement, "loading" in the user's file,
+    "building" in the user's function, else "preparing".
     """
 
     step: Step
@@ -255,7 +255,8 @@ class Stack(msgspec.Struct, frozen=True):
 def read_stack(output: str) -> Stack | None:
     """Find the stack of a probe process's main thread in its standard error output.
 
-    `faulthandler` wrote it there. The newest one is returned; None if there is none.
+    `faulthandler` wrote it there. If there are several, the newest is returned; None if there is
+    none.
     """
     for text in reversed(_THREAD.split(output)[1:]):
         frames = _FRAME.findall(text)  # the innermost first

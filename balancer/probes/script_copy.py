@@ -24,9 +24,9 @@ class ScriptCopy(msgspec.Struct, frozen=True):
 
 
 def copy_script(script: Path) -> ScriptCopy:
-    """Read a script with all modules and packages in its folder.
+    """Return a copy of a script with all modules and packages in its folder.
 
-    Raises RequestError if they take more than LARGEST_BYTES.
+    Raises RequestError if they are larger than LARGEST_BYTES together.
     """
     script = script.resolve()
     files = {
@@ -76,7 +76,7 @@ class WrittenScript:
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:
-        """In an error text, replace the copy's temporary folder by the original script's folder."""
+        """Replace the temporary folder in an error text by the folder of the original script."""
         return text.replace(self._folder, self._script.folder)
 
     def close(self) -> None:

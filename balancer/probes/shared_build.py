@@ -31,9 +31,9 @@ QUICK = "it was quick"
 
 
 class SharedRecipe:
-    """A user's workload that was built once, before its model was moved to a device.
+    """A user's workload that was built before its model was moved to a device.
 
-    Processes forked afterwards finish it, each for its own device.
+    Processes that are forked afterwards share it. Each of them then finishes it for its own device.
     """
 
     def __init__(self, command: Build, recipe: Any) -> None:
@@ -43,19 +43,20 @@ class SharedRecipe:
         self.server_pid = os.getppid()
 
     def suits(self, command: Build) -> bool:
-        """Return whether a build command asks for this workload with the same settings."""
+        """Return whether a build command asks for this workload, with the same settings."""
         return _can_share(command) and _key(command) == self._key
 
     def finish(self, setup: WorkerSetup) -> Workload:
-        """Move the workload to the device of this process, and return it."""
+        """Move the workload's model to the device of this process, and return the workload."""
         workload: Workload = self._recipe.finish(setup)
         return workload
 
 
 class BuildChannel:
-    """A probe process's socket over which a copy of it will be asked to fork more processes.
+    """A probe process's end of a socket, over which its parent requests more processes.
 
-    `run` is what each forked process executes.
+    The requests are for a copy of the probe process: it has the workload in memory, and forks the
+    new processes. `run` is what each of them executes.
     """
 
     def __init__(
@@ -91,7 +92,10 @@ class BuildChannel:
             return shared
 
     def _leave_copy(self, shared: SharedRecipe) -> str:
-        """Fork a copy of this process that serves fork requests; return why that failed, or ""."""
+        """Fork a copy of this process that forks more processes on request.
+
+        Returns why that failed, or "".
+        """
         gc.collect()
         try:
             pid = os.fork()
@@ -102,7 +106,7 @@ class BuildChannel:
         return ""
 
     def _serve(self, shared: SharedRecipe) -> None:
-        """In the copy: fork a process on each request, until the channel closes."""
+        """Run in the copy: fork a process for each request, until the channel is closed."""
         try:
             os.setsid()  # killing the child's process group then doesn't kill the copy
             _close_all_but(self._socket.fileno())
@@ -125,15 +129,15 @@ def _key(command: Build) -> tuple[str, str]:
     return command.workload, repr(sorted(command.settings.items()))
 
 
-def _close_all_but(kept: int) -> None:
-    """Close all file descriptors except `kept` and the ones of GPU drivers."""
+def _close_all_but(kept_descriptor: int) -> None:
+    """Close all file descriptors except for `kept_descriptor` and those of GPU drivers."""
     # while a copy has the child's pipes open, their reader sees no end of file after the child's
     # exit
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)
     first = 3
-    for number in sorted({kept, *list_driver_files()}):
+    for number in sorted({kept_descriptor, *list_driver_files()}):
         os.closerange(first, number)
         first = number + 1
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))

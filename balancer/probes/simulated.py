@@ -104,11 +104,14 @@ class SimulatedProber:
         return Facts(engine="simulated", workload_digest=digest, state=state)
 
     def close(self) -> None:
-        """Stop waiting, so that running probes end at once."""
+        """Stop all waiting, so that running probes end at once."""
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the simulated clock; return False if the probe was stopped or time is over."""
+        """Advance the simulated clock to a time.
+
+        Returns False if the probe was stopped, or the prober's time is over.
+        """
         # no wait if `pace` is 0
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
@@ -123,7 +126,7 @@ class SimulatedProber:
 
 
 class _SimulatedProbe:
-    """One simulated probe: its outcome, and the progress reports that lead to it."""
+    """One simulated probe, with its outcome and the progress reports before it."""
 
     def __init__(
         self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0
@@ -187,7 +190,7 @@ class _SimulatedProbe:
         return round(usable * (1 - shards.fragments))
 
     def _missing(self) -> str:
-        """Return why the machine can't simulate this layout, or "" if it can."""
+        """Return why the simulated machine can't run this layout, or "" if it can."""
         layout = self._probe.layout
         if layout.traits.placed and self._machine.placement(layout.placement) is None:
             return f"the simulated machine has no placement {layout.placement!r}"
@@ -280,7 +283,7 @@ class _SimulatedProbe:
     def _throttle(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Lengthen the step time and compute times for devices that are throttled at this time."""
+        """Return the step time and compute times, lengthened for devices that are throttled now."""
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
         longest = max(filter(None, parts), default=0.0)
@@ -293,9 +296,9 @@ class _SimulatedProbe:
         return step + longest_held - longest, held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """Return the largest slowdown by throttling as a fraction, and its device's position.
+        """Return the largest slowdown of any device by throttling, as a fraction.
 
-        The position is -1 if no device is throttled.
+        Also returns the position of that device, or -1 if no device is throttled.
         """
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
@@ -332,7 +335,7 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """Return a random factor for the duration of a block of `steps` steps."""
+        """Return a random factor for the duration of a block with this many steps."""
         # `noise`: the relative standard deviation of one step's duration
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 
@@ -344,8 +347,12 @@ class _SimulatedProbe:
             elapsed, timer.phase, rate, relative_half_width(interval) if interval else None
         )
 
-    def _report(self, at: float, phase: str, rate: float | None, relative: float | None) -> None:
-        self.reports.append((at, ProbeProgress(self._probe, phase, rate, relative, at)))
+    def _report(
+        self, at_seconds: float, phase: str, rate: float | None, relative_error: float | None
+    ) -> None:
+        self.reports.append(
+            (at_seconds, ProbeProgress(self._probe, phase, rate, relative_error, at_seconds))
+        )
 
     def _failed(self, detail: str) -> Failed:
         self._report(0.0, "building", None, None)

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
-    """Run a probe process: execute commands from standard input until it ends.
+    """Run a probe process: execute commands from standard input until the input ends.
 
     The process also ends after a command that failed without recovering.
 
@@ -150,7 +150,7 @@ class Worker:
         self._reporter.close()
 
     def describe_error(self, error: BaseException) -> protocol.ChildError:
-        """Return an exception as a reply, with the traceback and the line of the user's code.
+        """Return a reply about an exception, with its traceback and the line of the user's code.
 
         Also prints the traceback to standard error.
         """
@@ -169,9 +169,10 @@ class Worker:
         return protocol.ChildError(types, text, where, trace)
 
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
-        """Try to free memory after a step ran out of it, so that the process can continue.
+        """Try to free memory after a step ran out of memory, so that the process can continue.
 
-        Returns `reply` with the result. Errors that aren't about memory are returned unchanged.
+        Returns `reply`, updated by whether this succeeded. If the error isn't about memory, `reply`
+        is returned unchanged.
         """
         if not error_is_memory(reply.types, reply.text):
             return reply
@@ -268,7 +269,7 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """Return the names of programs that competed for the process's CPU cores.
+        """Return the names of programs that competed with this process for its CPU cores.
 
         "" if they took hardly any CPU time from it.
         """
@@ -300,7 +301,7 @@ class Worker:
         )
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
-        """Run steps, and return how many seconds were spent spinning to imitate a slower device."""
+        """Run steps, and return the seconds spent spinning to imitate a slower device."""
         if build.compute < 1:
             return sum(self._run_slowed_step(workload, build) for _ in range(count))
         for _ in range(count):
@@ -309,7 +310,7 @@ class Worker:
         return 0.0
 
     def _run_slowed_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Spin to imitate a slower device, then run a step; return the seconds of spinning."""
+        """Spin to imitate a slower device, then run a step; return the seconds spent spinning."""
         # spinning comes first, because the other ranks then wait for this one as for a slow device
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -358,7 +359,7 @@ def _without_middle(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent exits, or exit now if it has."""
+    """Make the kernel kill this process when its parent exits, or exit now if it already has."""
     die_with_parent()
     # the parent may have exited before
     if os.getppid() != parent:
@@ -374,7 +375,7 @@ def _exit_now() -> None:
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return streams for commands and replies that the user's code can't read or write."""
+    """Return streams for commands and replies to which the user's code has no access."""
     # afterwards, descriptor 0 is empty and descriptor 1 writes to standard error
     commands, replies = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -384,11 +385,11 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
     return os.fdopen(commands, "rb"), os.fdopen(replies, "wb")
 
 
-def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """Yield lines until the stream ends; call `idle` when no line has come for IDLE_SECONDS."""
+def _read_lines(stream: BinaryIO, on_idle: Callable[[], None]) -> Iterator[bytes]:
+    """Yield lines until the stream ends. Call `on_idle` if no line arrives within IDLE_SECONDS."""
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
-            idle()
+            on_idle()
         line = stream.readline()
         if not line:
             return
@@ -396,7 +397,7 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep a core busy for this time, and return the seconds that it took."""
+    """Keep a core busy for this many seconds, and return the seconds that it really took."""
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:
         pass

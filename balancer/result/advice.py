@@ -18,10 +18,10 @@ REASONS: tuple[tuple[Doubt, float], ...] = (("disturbed", MOSTLY), ("changed", D
 def advise(verdict: Verdict) -> Recommendation:
     """Return what the user should do after the search.
 
-    - Fix the code or data first, if the loss was NaN or infinite.
+    - Fix the code or the data first, if the loss was NaN or infinite.
     - Measure again, if the measurements can't be trusted.
-    - Train on one device, or with equal shares, without a plan, if that is as fast.
-    - Otherwise, train with the plan: the layout that the search found.
+    - Train on one device or with equal shares, without a plan, if that is as fast.
+    - Otherwise, train with the plan, which has the layout that the search found.
     """
     chosen = verdict.chosen
     own = Recommendation("plan", chosen.devices, chosen.batches, chosen.description)
@@ -48,7 +48,7 @@ def advise(verdict: Verdict) -> Recommendation:
 
 
 def _find_reason(verdict: Verdict) -> str:
-    """Return why the measurements can't be trusted, as a short code; "" if they can.
+    """Return a short code for the reason why the measurements can't be trusted; "" if they can.
 
     It is the code of a warning, "uncertain" (imprecise samples/s) or "uncompared" (no simpler
     layout was measured).
@@ -57,16 +57,14 @@ def _find_reason(verdict: Verdict) -> str:
         if any(doubt.code == code and doubt.value >= most for doubt in verdict.doubts):
             return code
     if not verdict.rate.known:
-        # the samples/s are imprecise
         return "uncertain"
     if _lacks_comparison(verdict):
-        # no simpler layout was measured
         return "uncompared"
     return ""
 
 
 def _lacks_comparison(verdict: Verdict) -> bool:
-    """Whether time ran out before the recommended unequal shares were compared with anything."""
+    """Return whether there was no time to compare the recommended unequal shares with anything."""
     if verdict.chosen.kind != "other_shares":
         return False
     compared = [rival for rival in verdict.rivals if rival.gain is not None]
@@ -89,7 +87,7 @@ def find_single(verdict: Verdict) -> Rival | None:
 
 
 def is_equal(rival: Rival) -> bool:
-    """Whether a layout ties with the plan, with measured speeds at most 3 % apart."""
+    """Return whether a layout ties with the plan, at measured speeds that differ by at most 3 %."""
     gap = rival.difference
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 

@@ -43,8 +43,8 @@ def explain_no_plan(
 ) -> NoLayoutError | DeviceError:
     """Return the error for a search in which no layout could be measured.
 
-    It says what happened and what to do. It is a `DeviceError` if every device failed, otherwise a
-    `NoLayoutError`.
+    The error says what happened and what to do. It is a `DeviceError` if every device failed,
+    otherwise a `NoLayoutError`.
     """
     header, seen = record.header, record.observations
     ran = any(isinstance(one, Timed) for one in seen)
@@ -85,23 +85,24 @@ def _explain_failures(
     return NoLayoutError(" ".join([f"No layout could be measured: {why}.", *adapters]), REMEDY)
 
 
-def _lost_all(seen: Sequence[Observation]) -> bool:
-    """Whether all probes failed because the device itself failed."""
+def _lost_all(observations: Sequence[Observation]) -> bool:
+    """Return whether all probes failed because the device itself failed."""
     return all(
-        isinstance(observation, Failed) and observation.cause == "device" for observation in seen
+        isinstance(observation, Failed) and observation.cause == "device"
+        for observation in observations
     )
 
 
-def _fails_everywhere(seen: Sequence[Observation]) -> bool:
-    """Whether all probes failed with the same exception from the user's code."""
+def _fails_everywhere(observations: Sequence[Observation]) -> bool:
+    """Return whether all probes failed with the same exception from the user's code."""
     # then neither one device nor its memory can be the cause
     raised = [
         observation
-        for observation in seen
+        for observation in observations
         if isinstance(observation, Failed) and observation.cause == "raised"
     ]
     errors = {strip_location(one.detail) for one in raised}
-    return len(raised) == len(seen) and len(errors) == 1
+    return len(raised) == len(observations) and len(errors) == 1
 
 
 def _locate_workload(workload: str, why: str) -> str:
@@ -109,7 +110,6 @@ def _locate_workload(workload: str, why: str) -> str:
 
     "" if `why` already names a line of that file, or if the file can't be read.
     """
-    # "" if the message already names a line of the user's file, or if the file can't be read
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
         return ""
@@ -125,7 +125,7 @@ def _locate_workload(workload: str, why: str) -> str:
 
 
 def _explain_shards(record: JournalContents) -> Iterator[str]:
-    """Yield why sharding the model didn't help either; nothing if it wasn't tried."""
+    """Yield text about why sharding the model didn't help either; nothing if it wasn't tried."""
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -147,7 +147,7 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 
 
 def _may_fit_in_shards(record: JournalContents) -> bool:
-    """Whether the model may fit in memory if it is sharded, which there was no time to try."""
+    """Return whether sharding may make the model fit in memory, and there was no time to try it."""
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -161,9 +161,9 @@ def _may_fit_in_shards(record: JournalContents) -> bool:
 def _write_smallest_steps(
     record: JournalContents, state: ModelState, tried: Sequence[Observation]
 ) -> str:
-    """Return text with the memory that the smallest measured step took on each device.
+    """Return text about the memory that the smallest measured step took on each device.
 
-    The device's part of the model's state isn't included.
+    The memory of the device's part of the model isn't included.
     """
     held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
     fewest: dict[int, tuple[int, int]] = {}
@@ -174,7 +174,6 @@ def _write_smallest_steps(
         for position in layout.active:
             used = observation.memory_bytes[position]
             if used is not None:
-                # without the part of the state that the device held
                 found = (layout.shares[position], max(0, used - held))
                 fewest[position] = min(found, fewest.get(position, found))
     written = [
@@ -185,24 +184,24 @@ def _write_smallest_steps(
     return f"{join_words(written)} ({size(state.gathered_bytes)} of it are gathered units)"
 
 
-def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
-    """Return all devices that took part in a probe with this kind of outcome, by position."""
+def _active(observations: Sequence[Observation], outcome: type[Observation]) -> set[int]:
+    """Return the positions of all devices that took part in a probe with this kind of outcome."""
     return {
         i
-        for observation in seen
+        for observation in observations
         if isinstance(observation, outcome)
         for i in observation.probe.layout.active
     }
 
 
-def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
+def _explain_end(header: Header, any_succeeded: bool, end: SearchEnd) -> NoLayoutError:
     """Return the error for a search that ended before anything useful was measured.
 
-    It was interrupted, out of budget, or had nothing to measure. `ran` says whether any probe
-    succeeded.
+    The search was interrupted, its budget was spent, or it had nothing to measure. `any_succeeded`
+    says whether any probe succeeded.
     """
     budget = header.request.budget_seconds
-    what = "a layout of the global batch" if ran else "anything"
+    what = "a layout of the global batch" if any_succeeded else "anything"
     unfinished = [write_unfinished(one) for one in end.unfinished]
     if end.interrupted:
         return NoLayoutError(
@@ -227,10 +226,10 @@ def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """List what probe processes were still busy with at start-up when the search ended.
+    """List what probe processes were still doing at start-up when the search ended.
 
-    Each entry names the phase, such as importing or building the model, the devices, and how long
-    the slowest process had been in it, in seconds.
+    Each entry names the phase, such as importing or building the model, and the devices. It also
+    has the time in seconds that the slowest process had spent in this phase.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):
@@ -261,12 +260,12 @@ def _name_phase(phase: str, workload: str) -> tuple[str, str]:
     return ("building", f"{name}'s {attribute}()") if home else ("preparing", name)
 
 
-def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
+def find_failures(observations: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
     """Describe how each device failed, by its failed probe with the fewest rows.
 
     If all devices failed for the same reason, other than memory, a single text covers them.
     """
-    smallest = dict(sorted(_find_smallest(seen).items()))
+    smallest = dict(sorted(_find_smallest(observations).items()))
     reasons = []
     for i, one in smallest.items():
         if isinstance(one, Failed):
@@ -278,10 +277,10 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
     return [_describe(i, one, devices[i]) for i, one in smallest.items()]
 
 
-def _find_smallest(seen: Sequence[Observation]) -> dict[int, Failed | OutOfMemory]:
+def _find_smallest(observations: Sequence[Observation]) -> dict[int, Failed | OutOfMemory]:
     """Return each device's failed probe with the smallest micro-batch, by device position."""
     smallest: dict[int, Failed | OutOfMemory] = {}
-    for observation in seen:
+    for observation in observations:
         if isinstance(observation, Timed):
             continue
         for i in observation.devices or observation.probe.layout.active:
@@ -300,9 +299,9 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """Return the reason of a failure as the end of a sentence.
+    """Return the reason of a failure as text to append to a sentence.
 
-    The text is like " while building: …" or, if the reason names no phase, ", …".
+    The text is " while building: …" or similar; if the reason names no phase, it is ", …".
     """
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
@@ -313,13 +312,13 @@ def _describe_reason(seen: Failed, device: Device) -> str:
 
 
 def _explain_too_large(
-    header: Header, largest: Sequence[int], seen: Sequence[Observation]
+    header: Header, largest: Sequence[int], observations: Sequence[Observation]
 ) -> NoLayoutError:
     """Return the error for a requested global batch that doesn't fit on all devices together.
 
     `largest` is the most rows that fit on each device.
     """
-    taken, most = find_taken_bytes(seen), sum(largest)
+    taken, most = find_taken_bytes(observations), sum(largest)
     holds = []
     for i, (device, rows) in enumerate(zip(header.devices, largest, strict=True)):
         held = taken.get(i, 0)

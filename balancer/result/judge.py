@@ -82,7 +82,7 @@ class SearchEnd(msgspec.Struct, frozen=True):
 
 
 def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verdict:
-    """Return the verdict of a search: what to use, how it compares, and what is uncertain."""
+    """Return the verdict of a search: which layout to use, how it compares, and warnings."""
     chosen, devices, request = report.chosen, record.header.devices, record.header.request
     labels = tuple(device.label for device in devices)
     rivals = compare_all(chosen, report.ranking, report.results, report.single)
@@ -193,7 +193,10 @@ def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> 
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """Whether the layout is plain data parallelism: equal shares on all devices, in one pass."""
+    """Return whether a layout is plain data parallelism.
+
+    It then has equal shares on all devices, without gradient accumulation.
+    """
     if not layout.traits.together or layout.traits.sharded:
         return False
     everywhere = len(layout.active) == len(layout.shares)
@@ -201,10 +204,10 @@ def _has_equal_shares(layout: Layout) -> bool:
 
 
 def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
-    """Return the fraction of each step's work that each device gets.
+    """Return each device's fraction of the work in a step.
 
-    If rows are assigned by cost, it is the device's fraction of the total speed on rows of
-    `row_tokens` tokens.
+    For layouts that assign rows by their computing time, this is the device's fraction of the total
+    speed on rows of `row_tokens` tokens.
     """
     if layout.costs:
         return cost_ratios(layout.costs, row_tokens)
@@ -212,49 +215,59 @@ def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
 
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
-    """Return each device's speed, on rows of `row_tokens` tokens, as a fraction of their total.
+    """Return the speed of each device as a fraction of the total speed of all devices.
 
-    0 for a device whose cost is None.
+    `costs` predict each device's computing time, and the speeds are for rows of `row_tokens`
+    tokens. The fraction is 0 for a device whose cost is None.
     """
     speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
     return tuple(speed / sum(speeds) for speed in speeds)
 
 
-def waiting_share(seen: Sequence[Timed]) -> float | None:
+def waiting_share(measurements: Sequence[Timed]) -> float | None:
     """Return the mean fraction of a step in which no device computes; None if unknown.
 
-    This is the time of gradient exchange and other overhead.
+    In this time, the devices exchange gradients, or wait for other overhead.
     """
-    own = _own_seconds(seen)
-    if own is None or any(timed.step_seconds <= 0 for timed in seen):
+    own = _own_seconds(measurements)
+    if own is None or any(timed.step_seconds <= 0 for timed in measurements):
         return None
     return fmean(
-        max(0.0, 1 - max(each) / timed.step_seconds) for each, timed in zip(own, seen, strict=True)
+        max(0.0, 1 - max(each) / timed.step_seconds)
+        for each, timed in zip(own, measurements, strict=True)
     )
 
 
-def padding_share(seen: Sequence[Timed]) -> float:
-    """Return the mean fraction of tokens that are padding; 0 without measurements."""
-    return fmean([timed.padding for timed in seen] or [0.0])
+def padding_share(measurements: Sequence[Timed]) -> float:
+    """Return the mean fraction of tokens that is padding; 0 without measurements."""
+    return fmean([timed.padding for timed in measurements] or [0.0])
 
 
-def work_gap(seen: Sequence[Timed]) -> float | None:
-    """Return how far apart the compute times of a step's devices are.
+def work_gap(measurements: Sequence[Timed]) -> float | None:
+    """Return how much the devices' compute times differ within a step, as a fraction.
 
-    The difference between the longest and the shortest, as a fraction of the longest, averaged over
-    the measurements. None if a compute time is unknown.
+    This is the difference between the longest and the shortest compute time, divided by the
+    longest, and averaged over the measurements. None if a compute time is unknown.
     """
-    own = _own_seconds(seen)
+    own = _own_seconds(measurements)
     if own is None or any(max(each) <= 0 for each in own):
         return None
     return fmean(1 - min(each) / max(each) for each in own)
 
 
-def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """Return each device's compute time in each measured step, in seconds; None if unknown."""
-    own = [[timed.device_seconds[i] or 0.0 for i in timed.probe.layout.computing] for timed in seen]
+def _own_seconds(measurements: Sequence[Timed]) -> list[list[float]] | None:
+    """Return the compute times of the devices, in seconds per step, for each measurement.
+
+    None if any compute time is unknown.
+    """
+    own = [
+        [timed.device_seconds[i] or 0.0 for i in timed.probe.layout.computing]
+        for timed in measurements
+    ]
     missing = any(
-        timed.device_seconds[i] is None for timed in seen for i in timed.probe.layout.computing
+        timed.device_seconds[i] is None
+        for timed in measurements
+        for i in timed.probe.layout.computing
     )
     return None if missing or not own else own
 
@@ -263,9 +276,10 @@ def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
 
 
 def list_alone(report: SearchReport) -> list[ComparedLayout]:
-    """Compare the plan with every device on its own.
+    """Compare the plan with each device on its own.
 
-    A device's measurement at the plan's global batch is used or, without one, its fastest.
+    For each device, this uses the measurement at the plan's global batch or, if there is none, the
+    fastest measurement.
     """
     chosen, batch = report.chosen, report.chosen.layout.global_batch
     found = []
@@ -287,7 +301,7 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
 def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
     """Compare the plan with a measurement of a single device.
 
-    If this is the plan itself, the plan's latest samples/s are used.
+    If the plan uses this layout itself, the plan's latest samples/s are used for both.
     """
     interval = chosen.throughput if result.layout == chosen.layout else result.throughput
     return compare(chosen, Candidate(SOLO, result.layout), interval)
@@ -346,16 +360,16 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
     return [rival for rival in rivals if rival.family and rival.layout.traits.alone]
 
 
-def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the fastest measured layout if it is faster than the plan, as a list of one.
+def _find_fastest(report: SearchReport, compared: set[Layout]) -> list[ComparedLayout]:
+    """Return the fastest measured layout in a list, if it is faster than the plan.
 
-    The list is empty if the plan is the fastest, or if the layout is in `known`, because it is then
-    compared anyway.
+    The list is empty if the plan is the fastest. It is also empty if the fastest layout is in
+    `compared`, the layouts that are compared with the plan anyway.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [result for result in report.results if batch in (None, result.layout.global_batch)]
     fastest = max(able, key=lambda one: one.throughput.value, default=chosen)
-    if fastest.layout in known or fastest.throughput.value <= chosen.throughput.value:
+    if fastest.layout in compared or fastest.throughput.value <= chosen.throughput.value:
         return []
     family = find_own_family(fastest.layout)
     return [compare(chosen, Candidate(family, fastest.layout), fastest.throughput)]
@@ -368,16 +382,16 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Return the verdict's entry about a layout that the plan is compared with.
+    """Return the verdict's entry for a layout that the plan is compared with.
 
-    `alone` are all solo measurements. The entry says so if the device was faster in one of them.
+    `alone` are all measurements of single devices. If the layout uses a single device, and that
+    device was faster in another of these measurements, the entry says so.
     """
     layout, gain = compared.layout, compared.gain_of(report.chosen) if compared.compared else None
     kind: RivalKind = find_kind(compared.candidate.family, layout)
     name = f"{labels[layout.active[0]]} alone" if kind == "one_device" else name
     if layout.knobs or report.chosen.layout.knobs:
         kind = "knobs"
-    # the entry says so if the device was faster in a solo measurement than in the race
     earlier = [
         other.throughput.value
         for other in alone
@@ -405,9 +419,9 @@ def _describe_rival(
 
 
 def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotChosen | None:
-    """Return why a layout with more samples/s than the plan isn't recommended.
+    """Return why a layout isn't recommended although it had more samples/s than the plan.
 
-    None if it isn't faster.
+    None if it had no more, or if its samples/s are uncertain.
     """
     chosen, problem = report.chosen, report.problem
     if compared.throughput.value <= chosen.throughput.value or not is_known(compared.throughput):
@@ -430,11 +444,10 @@ def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotCho
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """Return why the best layout over several devices is slower than the recommended device.
+    """Explain why the best layout over several devices is slower than the recommended device.
 
     None if it isn't slower, or if the times are unknown.
     """
-    # also None if no times are known
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
         return None
@@ -455,7 +468,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
 
 
 def _is_surely_slower(split: ComparedLayout) -> bool:
-    """Whether this layout is slower than the plan by more than the measurement error."""
+    """Return whether a layout is slower than the plan by more than the measurement error."""
     return not split.tie and split.gain >= 0
 
 
@@ -465,10 +478,10 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 def _find_sum_loss(
     report: SearchReport, rivals: Sequence[ComparedLayout], limits: Sequence[TrainingLimit]
 ) -> SumLoss | None:
-    """Return why the plan is slower than all devices alone, added up, by more than 10 %.
+    """Explain why the plan is over 10 % slower than the sum of all devices when each trains alone.
 
-    None if it isn't, if waiting for data or busy CPU cores explain it, or if a device's samples/s
-    are unknown.
+    None if it isn't that slow, if waiting for data or busy CPU cores already explain it, or if the
+    samples/s of a device are unknown.
     """
     chosen = report.chosen
     alone = list(map(_rate, _list_compared_alone(report, rivals)))
@@ -492,10 +505,10 @@ def _find_sum_loss(
 def _list_compared_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout]
 ) -> list[ComparedLayout]:
-    """Return one measurement of each device alone, to add up their samples/s.
+    """Return one measurement of each device on its own, to add up their samples/s.
 
-    Measurements at the plan's batch are preferred, then those of the final comparison, then the
-    fastest.
+    Measurements at the plan's global batch are preferred, then those of the final comparison, then
+    the fastest.
     """
     raced = {one.layout: one for one in _list_singles(rivals)}
     single = choose_single(report, rivals)
@@ -518,14 +531,13 @@ def _list_compared_alone(
 def _find_cause_of_lost_time(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return the cause of the time that a step loses compared with all devices alone.
+    """Return why a step takes longer than if the devices reached the speeds that they have alone.
 
     - `lost`: the seconds to explain.
     - `by_share`: seconds lost because the device with the most rows computes small, inefficient
       batches.
     - `by_exchange`: seconds of gradient exchange.
     """
-    # `by_share`: seconds lost because the largest share is a small, inefficient batch
     if by_share >= COVERS * lost:
         return "longest_part"
     if by_exchange >= COVERS * lost:
@@ -538,7 +550,8 @@ def _find_cause_of_lost_time(
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
     """Yield the working devices that the plan doesn't use, each with the reason.
 
-    The reason is the speed of the fastest layout that includes the device, or that none was tried.
+    The reason is that the fastest layout with this device isn't faster than the plan, or that no
+    layout with it was tried.
     """
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
@@ -549,12 +562,10 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
             continue
         wider = _list_splits_with(report, position)
         if not wider:
-            # no split with this device was measured near the plan's batch
             yield LeftOut("device", label, "not_tried")
         known = [one for one in wider if is_known(one.throughput)]
         if not known:
             continue
-        # even the fastest split with this device isn't faster than the plan
         fastest = max(known, key=lambda one: one.throughput.value)
         yield LeftOut(
             "device",
@@ -568,9 +579,9 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 
 
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
-    """Return the measured layouts over several devices that include this one.
+    """Return the measured layouts over several devices that include the device at `position`.
 
-    Those with less than half of the plan's global batch are left out.
+    Layouts with less than half of the plan's global batch are left out.
     """
     least = report.chosen.layout.global_batch / NEAR
     splits = [result for result in report.results if result.layout.traits.together]
@@ -590,9 +601,9 @@ def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
 
 
 def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> bool:
-    """Whether one device is recommended although it couldn't be compared with several.
+    """Return whether one device is recommended although it couldn't be compared with several.
 
-    That is the case if no layout over several devices was measured, or only with a much smaller
+    This is the case if no layout over several devices was measured, or only with a much smaller
     batch.
     """
     if not chosen.layout.traits.alone or devices < 2:
@@ -602,16 +613,15 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 
 
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
-    """Return the plan's devices that lack bfloat16 hardware, if other devices of it have it.
+    """Return the labels of the plan's devices that lack bfloat16 hardware.
 
-    Empty if the workload doesn't use bfloat16.
+    Empty if the workload doesn't use bfloat16, or if none of the plan's devices has such hardware.
     """
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs
     if not (asked or record.facts.bfloat16):
         return ()
     devices = [record.header.devices[i] for i in layout.active]
-    # without any such hardware, no device is slower than the others
     if not any(device.bfloat16 for device in devices):
         return ()
     return tuple(device.label for device in devices if device.bfloat16 is False)
@@ -621,7 +631,7 @@ def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, .
 
 
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
-    """Return the plan's value of an objective other than speed, such as samples per joule.
+    """Return the value that the plan reaches for the objective, such as samples per joule.
 
     None if the objective is speed.
     """
@@ -652,7 +662,7 @@ def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
 
 
 def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
-    """Yield the kinds of layouts that can't be compared if rows differ in length."""
+    """Yield the kinds of layouts that can't be compared because rows differ in length."""
     if not report.mean_length:
         return
     for family in report.options.wanted:
@@ -661,7 +671,7 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 
 
 def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Iterator[LeftOut]:
-    """Yield the layouts that there was no time to measure, with a budget that should suffice.
+    """Yield the layouts that weren't measured for lack of time, with a budget that should suffice.
 
     Empty if the search had no budget or was interrupted.
     """
@@ -685,7 +695,7 @@ def _name_missing(candidate: Candidate, devices: int) -> str:
 
 
 def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """List the layouts that ran out of memory, each with the smaller one measured instead."""
+    """List the layouts that ran out of memory, each with the smaller one measured in its place."""
     return tuple(
         ReplacedLayout(
             name_layout(wished, devices),
@@ -701,18 +711,18 @@ def _round_enough(report: SearchReport) -> int:
 
 
 def find_short_budget(
-    report: SearchReport, seen: Sequence[Observation], end: SearchEnd
+    report: SearchReport, observations: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
-    """Return how much of a budget that was too short went into starting processes, or None.
+    """Return a warning if the budget ended before a step over several devices was tried, or None.
 
-    A budget is too short if it ends before any step over several devices was tried.
+    The warning says how much of the budget went into starting processes.
     """
     budget = report.problem.budget_seconds
-    tried = any(len(observation.probe.layout.active) > 1 for observation in seen)
+    tried = any(len(observation.probe.layout.active) > 1 for observation in observations)
     wanted = report.problem.devices > 1 and report.options.with_splits
     if tried or not end.late or budget is None or not wanted:
         return None
-    timed = [observation for observation in seen if isinstance(observation, Timed)]
+    timed = [observation for observation in observations if isinstance(observation, Timed)]
     at_once = [one.start_seconds for one in timed if one.probe.stage == Stage.SOLO]
     later = [one.start_seconds for one in timed if one.probe.stage != Stage.SOLO]
     starts = max(at_once, default=0.0) + sum(later)

@@ -17,9 +17,9 @@ Point = tuple[int, float, float]
 
 
 def find_learning(request: Request, report: SearchReport) -> Learning | None:
-    """Return how the recommended global batch affects learning; None if nothing is known.
+    """Return how the recommended global batch affects learning; None if that is unknown.
 
-    The request must hold the gradient noise scale, or the batch size of the user's script.
+    The request must have the gradient noise scale, or the batch size of the user's script.
     """
     layout = report.chosen.layout
     scale = request.noise_scale
@@ -43,23 +43,22 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return how much a sample contributes to learning in batches of the recommended size.
+    """Return how much each sample of the recommended batch contributes to learning.
 
-    It is relative to a sample in very small batches. The result also covers the other measured
-    batches. If the speed at the script's own batch is known, it includes the recommended batch's
-    relative speed, and how many times as many samples it needs to reach the same loss.
+    The contribution is relative to that of a sample in a very small batch. The result also has it
+    for the other measured batches. If the speed at the batch size of the user's script is known,
+    the result compares that size with the recommended one: their speeds, and the samples that they
+    need to reach the same loss.
     """
     chosen = report.chosen
     batch = chosen.layout.global_batch
     value, low, high = (
         efficiency(batch, each) for each in (scale.safe_rows, scale.low, scale.high)
     )
-    # also for the other measured batches
     found = Learning(batch, scale, (value, low, high), _find_frontier(scale, report))
     if scale.high >= ENDLESS or own is None or own == batch or not report.own_rate:
         return found
     low, high = sorted(extra_rows(own, batch, each) for each in (scale.low, scale.high))
-    # the chosen batch compared with the script's own batch
     return msgspec.structs.replace(
         found,
         extra_samples=(extra_rows(own, batch, scale.rows), low, high),
@@ -68,7 +67,7 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 
 
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
-    """Return the measured batches that are faster than all smaller ones, smallest first."""
+    """Return the measured batches that are faster than all smaller ones, in increasing order."""
     # each has two rates: its samples/s, and samples/s in very small batches that improve the model
     # equally fast
     chosen = report.chosen

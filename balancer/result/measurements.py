@@ -29,7 +29,7 @@ CHANGED = 0.1  # relative difference of two measurements of one layout
 
 
 def find_doubts(
-    seen: Sequence[Observation], chosen: Layout, error: float | None = None
+    observations: Sequence[Observation], chosen: Layout, error: float | None = None
 ) -> tuple[MeasurementDoubt, ...]:
     """Return the warnings about a search's measurements, at most one of each kind.
 
@@ -42,18 +42,18 @@ def find_doubts(
       steps.
     """
     worst: dict[str, MeasurementDoubt] = {}
-    for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
+    for doubt in chain(_doubts_about(observations, chosen), _compare_repeats(observations)):
         if doubt.code not in worst or _weight(doubt) > _weight(worst[doubt.code]):
             worst[doubt.code] = doubt
     if error is not None and "noisy" in worst:
         worst["noisy"] = MeasurementDoubt("noisy", error)
         if error <= ROUGH:  # the search required no greater precision
             del worst["noisy"]
-    failures = [each for each in seen if isinstance(each, OutOfMemory)]
+    failures = [each for each in observations if isinstance(each, OutOfMemory)]
     count = sum(each.probe.layout == chosen for each in failures)
     if count:
         worst["ran_out"] = MeasurementDoubt("ran_out", count)
-    lone = _count_lone_steps(seen, chosen)
+    lone = _count_single_steps(observations, chosen)
     if lone:
         worst.pop("noisy", None)
         worst.pop("too_short", None)
@@ -61,25 +61,34 @@ def find_doubts(
     return tuple(worst[code] for code in ORDER if code in worst)
 
 
-def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
-    """Return how often the chosen layout was timed by a single step; 0 if ever by several."""
+def _count_single_steps(observations: Iterable[Observation], chosen: Layout) -> int:
+    """Count the measurements of the chosen layout if each of them timed only a single step.
+
+    Returns 0 if any of them timed several steps.
+    """
     own = [
         observation
-        for observation in seen
+        for observation in observations
         if isinstance(observation, Timed) and observation.probe.layout == chosen
     ]
-    return len(own) if all(one.lone for one in own) else 0
+    return len(own) if all(one.is_single_step for one in own) else 0
 
 
 def _weight(doubt: MeasurementDoubt) -> float:
-    """Return how serious a warning is compared with others of the same kind."""
+    """Return a number for how serious a warning is, to compare it with others of the same kind."""
     # a loss that was NaN or infinite is more serious, the earlier it happened
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
-def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
-    """Yield the measurements' own warnings, as far as they affect the chosen layout."""
-    for observation in seen:
+def _doubts_about(
+    observations: Iterable[Observation], chosen: Layout
+) -> Iterator[MeasurementDoubt]:
+    """Yield the warnings that the measurements have and that concern the chosen layout.
+
+    Warnings about other layouts are included if they also concern the chosen one, such as a loss
+    that isn't finite.
+    """
+    for observation in observations:
         if isinstance(observation, Timed):
             yield from (warning for warning in observation.warnings if warning.code == "not_finite")
         if isinstance(observation, Timed) and observation.probe.layout == chosen:
@@ -98,10 +107,10 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
             )
 
 
-def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
+def _compare_repeats(observations: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
     """Yield a warning for each pair of measurements of one layout that clearly disagree."""
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
-    for observation in seen:
+    for observation in observations:
         if isinstance(observation, Timed):
             repeats[observation.probe.layout].append(observation)
     for slow, fast in (pair for taken in repeats.values() for pair in permutations(taken, 2)):
@@ -132,32 +141,33 @@ def describe_doubts(
 
 
 def find_taken_memory(
-    seen: Iterable[Observation], devices: Sequence[Device]
+    observations: Iterable[Observation], devices: Sequence[Device]
 ) -> tuple[TakenMemory, ...]:
-    """List the devices on which other processes used memory, with the most bytes seen."""
-    found = sorted(find_taken_bytes(seen).items())
+    """List the devices on which other processes held memory, with the most bytes seen."""
+    found = sorted(find_taken_bytes(observations).items())
     return tuple(TakenMemory(devices[i].label, size) for i, size in found)
 
 
 def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
-    """Return a layer whose statistics change with the micro-batch, such as BatchNorm.
+    """Return a warning if a layer's statistics depend on the size of a pass, as in BatchNorm.
 
-    The result also has the smallest micro-batch. None if the model has no such layer, or if the
-    layout doesn't use gradient accumulation.
+    `layer` is the name of that layer, or "". The warning has the size of the smallest pass. None if
+    the model has no such layer, or if the layout doesn't use gradient accumulation.
     """
     rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
     return PassStatistics(layer, min(rows)) if layer and rows else None
 
 
-def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
+def find_code_limit(observations: Iterable[Observation]) -> CodeLimit | None:
     """Return the micro-batch size above which the user's code raises an exception, or None.
 
-    It is known if all failures with one exception had more rows than every batch that ran on the
-    same devices. The result has the largest size that ran and the smallest that failed.
+    There is such a limit if the probes that raised an exception had more rows than all probes that
+    succeeded on the same devices. The result has the largest size that succeeded and the smallest
+    that failed.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)
-    for observation in seen:
+    for observation in observations:
         rows = observation.probe.layout.pass_rows
         if isinstance(observation, Timed):
             for i in observation.probe.layout.active:
@@ -194,15 +204,15 @@ UNEQUAL_RATIO = 1.25
 
 
 def find_unequal_devices(
-    seen: Iterable[Observation], devices: Sequence[Device]
+    observations: Iterable[Observation], devices: Sequence[Device]
 ) -> UnequalDevices | None:
     """Return two devices of the same product that differ much in speed, or None.
 
-    They were measured alone, at the same batch, and one is at least 1.25 times as fast as the
-    other. Of several pairs, it is the most unequal one.
+    Both were measured alone, at the same batch, and one was at least 1.25 times as fast as the
+    other. If there are several such pairs, the one with the largest ratio is returned.
     """
     best: dict[tuple[int, int], float] = {}
-    for observation in seen:
+    for observation in observations:
         layout = observation.probe.layout
         if isinstance(observation, Timed) and layout.traits.alone and not layout.length:
             key = (layout.active[0], layout.global_batch)
@@ -221,13 +231,13 @@ def find_unequal_devices(
     return found
 
 
-def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
-    """Return the most bytes that other processes used on each device, by position.
+def find_taken_bytes(observations: Iterable[Observation]) -> dict[int, int]:
+    """Return the most bytes that other processes held on each device, by device position.
 
-    Devices on which they used none are left out.
+    Devices on which they held none are left out.
     """
     most: dict[int, int] = {}
-    for observation in seen:
+    for observation in observations:
         for i, size in enumerate(
             () if isinstance(observation, Failed) else observation.short_bytes
         ):
@@ -240,15 +250,15 @@ Reason = Literal["nothing_ran", "nothing_fits", "failed", "gone"]
 
 
 def find_left_out(
-    seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout
+    observations: Sequence[Observation], devices: Sequence[Device], chosen: Layout
 ) -> tuple[LeftOut, ...]:
     """Return the devices that can't be used, each with its last failure.
 
-    A device that trained successfully after its failure isn't listed.
+    A device that trained successfully after its failure isn't included.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()
-    for observation in seen:
+    for observation in observations:
         if isinstance(observation, Timed):
             ran |= set(observation.probe.layout.active)
             found = {i: why for i, why in found.items() if i not in observation.probe.layout.active}
@@ -262,14 +272,13 @@ def find_left_out(
 
 
 def _why_left_out(
-    failure: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
+    failure: Failed | OutOfMemory, position: int, has_run: bool, chosen: Layout
 ) -> Reason | None:
-    """Return why a failure means that a device can't be used; None if it still can.
+    """Return why a device can't be used after a failure; None if it still can be used.
 
-    `ran` says whether a probe succeeded on the device before.
+    `has_run` says whether a probe had succeeded on the device before.
     """
-    # `ran`: a probe ran on it before
-    if not ran:
+    if not has_run:
         return "nothing_ran" if isinstance(failure, Failed) else "nothing_fits"
     if not isinstance(failure, Failed) or failure.devices != (position,):
         return None
@@ -279,9 +288,9 @@ def _why_left_out(
 
 
 def find_short_epoch(chosen: Layout, rows: int) -> ShortEpoch | None:
-    """Return the number of steps in an epoch if there are fewer than 100, or None.
+    """Return a warning if an epoch has fewer than 100 steps of the chosen layout, or None.
 
-    A step takes the chosen layout's global batch. `rows` is the size of the data set; 0 if unknown.
+    `rows` is the size of the data set; 0 means unknown.
     """
     batch = chosen.global_batch
     if not 0 < rows < FEW_STEPS * batch:

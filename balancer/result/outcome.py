@@ -79,7 +79,7 @@ def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd)
 
 
 def _as_read(verdict: Verdict) -> Verdict:
-    """Return the verdict as it would be read back from its JSON."""
+    """Return a verdict as it would be after writing it as JSON and reading it back."""
     # if a resumed run ends in the same way, the new end equals the recorded one and isn't written
     # again
     return msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict)
@@ -102,7 +102,7 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """Return the compared layouts with their names and kinds in the plan file."""
+    """Return an entry for each compared layout, with its name and its kind in the plan file."""
     chosen = report.chosen
     names = name_rivals(chosen, rivals, devices)
     found: list[_Named] = [
@@ -124,15 +124,15 @@ def _list_rivals(
     return found
 
 
-def _put_first(single: ComparedLayout, found: Sequence[_Named], devices: int) -> list[_Named]:
-    """Return the entries with this single device before all other single devices.
+def _put_first(single: ComparedLayout, entries: Sequence[_Named], devices: int) -> list[_Named]:
+    """Return the entries, with the entry for this single device before those for all others.
 
-    It is the one that the verdict compares the plan with. It is added if it is missing.
+    It is the device with which the verdict compares the plan. An entry is added if it is missing.
     """
-    known = [named for named in found if named[2].layout == single.layout]
-    name = name_layout(single.candidate, devices, another=True, with_shares=True)
+    known = [named for named in entries if named[2].layout == single.layout]
+    name = name_layout(single.candidate, devices, is_second=True, with_shares=True)
     first = known or [(name, _find_kind(single, devices), single)]
-    others = [named for named in found if named[2].layout != single.layout]
+    others = [named for named in entries if named[2].layout != single.layout]
     place = next((i for i, (_, kind, _) in enumerate(others) if kind == "best_device"), len(others))
     return [*others[:place], *first, *others[place:]]
 
@@ -140,10 +140,9 @@ def _put_first(single: ComparedLayout, found: Sequence[_Named], devices: int) ->
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Yield the entries about each device alone.
+    """Yield entries for each device on its own: at its fastest batch, and at the plan's batch.
 
-    These are its fastest batch and, if measured, the plan's batch.
-    """
+    The plan's batch is left out if it wasn't measured on that device."""
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
         # a device that took part in the race has the result of the race
@@ -167,7 +166,7 @@ def _label(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def _find_kind(compared: ComparedLayout, devices: int) -> EvidenceKind:
-    """Return the kind of a compared layout in the plan file, such as "best_device"."""
+    """Return the kind by which the plan file lists a compared layout, such as "best_device"."""
     traits = compared.layout.traits
     if compared.family is None or traits.sharded or not traits.by_shares:
         return "other"
@@ -186,7 +185,7 @@ def _write_evidence(
     facts: Facts,
     report: SearchReport,
 ) -> Evidence:
-    """Return the plan file's entry about a compared layout."""
+    """Return the measurement of a compared layout in the form of the plan file."""
     layout = compared.layout
     contended = layout.traits.alone and len(layout.shares) > 1 and layout not in report.others_idle
     return Evidence(
@@ -214,9 +213,9 @@ def _summarize(record: JournalContents, end: SearchEnd) -> SearchSummary:
 
 
 def _write_chosen(record: JournalContents, layout: Layout, report: SearchReport) -> PlanLayout:
-    """Return the plan file's entry about the recommended layout.
+    """Return the recommended layout in the form of the plan file.
 
-    It includes each device's compute time by rows, and its expected memory.
+    It includes the compute time of each device as a function of the rows, and its expected memory.
     """
     devices, state = record.header.devices, record.facts.state
     written = _write_layout(layout, devices, record.facts, report)
@@ -260,27 +259,27 @@ def _write_layout(
 
 
 def _predict_memory(
-    layout: Layout, position: int, ran: Sequence[Timed], state: ModelState | None
+    layout: Layout, position: int, measurements: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return a device's bytes of state, and its expected peak bytes, in sharded training.
+    """Return the bytes of the model's state on a device, and its peak bytes, in sharded training.
 
-    Both are 0 for layouts without shards.
+    The peak is the highest that was measured, plus a margin. Both are 0 for layouts without shards.
     """
-    # the peak is the highest one measured in `ran`, plus BLOCK_SLACK
+    # the margin of the peak is BLOCK_SLACK
     if not (layout.traits.sharded and state and position in layout.active):
         return 0, 0
     held = (
         round((layout.state[position] if layout.state else 0.0) * state.state_bytes)
         + state.gathered_bytes
     )
-    most = max((timed.memory_bytes[position] or 0 for timed in ran), default=0)
+    most = max((timed.memory_bytes[position] or 0 for timed in measurements), default=0)
     return held, round(most * (1 + BLOCK_SLACK))
 
 
 def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:
-    """Return the samples/s in the form of the plan file.
+    """Return a layout's throughput in the form of the plan file.
 
-    Tokens/s, padding and power are added where they are known.
+    It has the samples/s and, where they are known, the tokens/s, the padding and the power.
     """
     low, high = max(0.0, min(interval.low, interval.value)), max(interval.high, interval.value)
     turns = report.turns_of(layout)

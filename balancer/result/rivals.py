@@ -27,36 +27,36 @@ KNOBS = {
 
 
 def name_layout(
-    candidate: Candidate, devices: int, another: bool = False, with_shares: bool = False
+    candidate: Candidate, devices: int, is_second: bool = False, with_shares: bool = False
 ) -> str:
     """Return the name of a layout for users.
 
-    - `another`: whether a better layout already has its usual name, so that it needs another
-      one.
+    - `is_second`: whether a better layout already has the usual name, so that this one needs
+      another name.
     - `with_shares`: whether to append the rows of each device.
     """
     layout = candidate.layout
     knobs = "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
     shares = f", {list_samples(layout)}" if with_shares else ""
-    return f"{candidate.family.title(layout, devices, another)}{knobs}{shares}"
+    return f"{candidate.family.title(layout, devices, is_second)}{knobs}{shares}"
 
 
 def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """Return distinct names for layouts of one list, which is sorted best first."""
+    """Return a different name for each layout in a list that is sorted best first."""
     names: list[str] = []
     for candidate in candidates:
         name = name_layout(candidate, devices)
         after_split = bool(names) and candidates[0].layout.traits.together
         if name in names or (after_split and name == BEST_SPLIT):
-            name = name_layout(candidate, devices, another=True)
+            name = name_layout(candidate, devices, is_second=True)
         if name in names:
-            name = name_layout(candidate, devices, another=True, with_shares=True)
+            name = name_layout(candidate, devices, is_second=True, with_shares=True)
         names.append(name)
     return tuple(names)
 
 
 def list_samples(layout: Layout) -> str:
-    """Return the rows of each device as text, such as "826 + 571"."""
+    """Return the rows of each computing device as text, such as "826 + 571"."""
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.computing])
 
 
@@ -66,11 +66,11 @@ NEAR = 2  # relative to a split's batch: the largest batch of a plan with which 
 
 
 class ComparedLayout(msgspec.Struct, frozen=True):
-    """A layout and how much faster the plan is.
+    """A layout that is compared with the plan, and how much faster the plan is.
 
     - `gain`: the plan's samples/s relative to this layout's, minus 1.
-    - `unclear`: whether the two tie although the difference may be large.
-    - `paired`: whether the gain was measured by alternating the two.
+    - `unclear`: whether the two layouts tie although their difference may be large.
+    - `paired`: whether the gain comes from measuring the two alternately.
     """
 
     candidate: Candidate
@@ -90,14 +90,14 @@ class ComparedLayout(msgspec.Struct, frozen=True):
 
     @property
     def family(self) -> Family | None:
-        """The kind of layout; None if it has tuning options."""
+        """The family of the layout; None if the layout has tuning options."""
         return None if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
         """Return how much faster the plan is than this layout, as a fraction.
 
         It comes from alternating measurements if these decided the comparison. Otherwise, it is
-        computed from the rounded samples/s, so that it agrees with what users read.
+        computed from the rounded samples/s, so that it matches the values that users read.
         """
         return (
             self.gain
@@ -115,9 +115,9 @@ def compare_all(
     """Compare the plan with the layouts of the final comparison, and a few others.
 
     - `ranking`: the layouts of the final comparison, best first.
-    - `results`: all measured layouts. If the plan uses one device, the fastest one over several
-      devices is added.
-    - `single`: the best single device, added if the final comparison had none.
+    - `results`: all measured layouts. If the plan uses one device, the fastest layout over
+      several devices is compared too.
+    - `single`: the best single device, which is compared too if the final comparison had none.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [ranked for ranked in ranking if ranked.candidate.layout != chosen.layout]
@@ -155,10 +155,10 @@ def compare(
 ) -> ComparedLayout:
     """Compare the plan with one other layout.
 
-    `in_turn` is the other layout's place in the final comparison, in which the two were measured
-    alternately. It decides whether they tie, and gives the gain if the separate samples/s
-    contradict it. None if there was no such comparison. `interval` is the samples/s of the other
-    layout.
+    - `interval`: the samples/s of the other layout.
+    - `in_turn`: its result in the final comparison, in which the two layouts were measured
+      alternately. It decides whether the layouts tie. If the separate samples/s contradict it, the
+      gain is taken from it too. None if there was no such comparison.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)
@@ -176,14 +176,14 @@ def compare(
 
 
 def _compare_rates(own: Interval, other: Interval) -> RateGap:
-    """Return the relative difference of two rates, with bounds from their intervals."""
+    """Return how much faster the plan is than another layout, with bounds from their intervals."""
     low = own.low / other.high - 1
     high = own.high / max(other.low, LEAST_RATE) - 1
     return RateGap(printed_gain(own.value, other.value), low, high)
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Turn "how much faster than the plan" into "how much faster the plan is"."""
+    """Convert how much faster a layout is than the plan to how much faster the plan is."""
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )
@@ -191,20 +191,20 @@ def _reverse_gap(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """Return the kind of a layout; equal shares over several devices are a separate kind."""
+    """Return the family of a layout; equal shares over several devices have their own."""
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
 
 
 def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> tuple[str, ...]:
-    """Return names for the compared layouts that differ from each other and from the plan's."""
+    """Return names for the compared layouts, all different from each other and from the plan's."""
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)
     return name_all([own, *(rival.candidate for rival in rivals)], devices)[1:]
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the fastest layout that beats the plan by a larger global batch, or None."""
+    """Return the fastest layout that is faster than the plan at a larger global batch, or None."""
     if not chosen.layout.traits.by_shares:
         return None
     faster = [rival for rival in rivals if rival.candidate.synchronous and rival.gain < 0]
@@ -215,15 +215,15 @@ def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLay
 def is_comparable(
     own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]
 ) -> bool:
-    """Whether it makes sense to compare the plan's speed with another layout's.
+    """Return whether it makes sense to compare the plan's speed with another layout's.
 
     - Both speeds must be known precisely enough.
     - A layout over several devices needs at least half of the plan's global batch.
     - A single device must not have been slower alone than it is within the plan: its solo
       measurement is then out of date.
 
-    `own` and `own_shares` describe the plan. Without `shares`, `other` is the sum of all devices
-    alone.
+    `own` and `own_shares` are the speed and the shares of the plan. If `shares` is empty, `other`
+    is the sum of the speeds of all devices alone.
     """
     active = [i for i, share in enumerate(shares) if share]
     if not other.value or not is_known(own, other):
@@ -236,18 +236,18 @@ def is_comparable(
 
 
 def printed_gain(own: float, other: float) -> float:
-    """Return the relative difference of two rates, computed from their rounded values.
+    """Return the relative difference of two rates after rounding them as in the text for users.
 
-    So it agrees with the rates that users read.
+    So the difference matches the rates that users read.
     """
     first, second = (float(rate(one).replace(" ", "")) or one for one in (own, other))
     return first / second - 1
 
 
 def is_rough(*intervals: Interval) -> bool:
-    """Whether one of the rates has a relative error above 2 %.
+    """Return whether one of the rates has a relative error above 2 %.
 
-    Gains are then written in whole percents.
+    Gains are then written as whole percents.
     """
     return any(
         relative_error(interval.value, interval.low, interval.high) > COARSE
@@ -256,5 +256,5 @@ def is_rough(*intervals: Interval) -> bool:
 
 
 def write_gain(gain: float, *intervals: Interval) -> str:
-    """Return a gain as a percentage, with a decimal if the rates are precise enough for it."""
+    """Return a gain as a percentage, with one decimal if the rates are precise enough for it."""
     return percent(gain, 0 if is_rough(*intervals) and gain >= 0.005 else 1)

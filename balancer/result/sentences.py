@@ -78,10 +78,7 @@ class VerdictText(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The recommendation, the headline and the remarks, one per line.
-
-        Warnings aren't included.
-        """
+        """The recommendation, the headline and the remarks, one per line, without the warnings."""
         return "\n".join(
             (*([self.recommendation] if self.recommendation else []), self.headline, *self.remarks)
         )
@@ -113,7 +110,6 @@ def _write_advice(verdict: Verdict) -> str:
     """
     text = _write_action(verdict)
     stopped = verdict.stopped in ("interrupted", "cut_off")
-    # the search ended early, so another layout may be faster
     if stopped and text.startswith("Use "):
         return f"So far: {text[:1].lower()}{text[1:]}"
     return text
@@ -145,7 +141,7 @@ PLANS: dict[LayoutKind, str] = {
 
 
 def _write_reason(verdict: Verdict, reason: str) -> str:
-    """Return why the user should measure again, as a clause without a final period."""
+    """Return why the user should measure again, as a clause without a period."""
     # `reason` is "uncompared", "uncertain", or the code of one of the verdict's doubts
     value = max((doubt.value for doubt in verdict.doubts if doubt.code == reason), default=0.0)
     if reason == "disturbed":
@@ -173,7 +169,10 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
 
 
 def write_error(measured: MeasuredRate) -> str:
-    """Return half of a speed's interval as a percentage of the speed, such as "± 3 %"."""
+    """Return the error of a speed as a percentage of it, such as "± 3 %".
+
+    The error is half of the width of the speed's interval.
+    """
     return f"± {half_width(measured.samples_per_second, measured.low, measured.high)}"
 
 
@@ -193,11 +192,10 @@ def _write_plan_rate(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield how much faster the plan is than equal shares, the best split and one device.
+    """Yield text about the plan's gains over equal shares, the best split and one device.
 
     Comparisons that make no sense for the plan's kind of layout are left out.
     """
-    # only the comparisons that make sense for this kind of plan
     if not verdict.rate.known:
         return
     even = _find_even_split(verdict)
@@ -214,7 +212,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how many times longer one of several jobs on a device takes than it would alone."""
+    """Yield text about how much longer several jobs on one device take than a single one."""
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
@@ -248,7 +246,7 @@ def find_best_split(verdict: Verdict) -> Rival | None:
 def find_alone(verdict: Verdict) -> Rival | None:
     """Return the single device that the text compares the plan with, or None.
 
-    It is the first one in the verdict.
+    It is the first single device among the verdict's rivals, other than the plan's own.
     """
     alone = [rival for rival in verdict.rivals if rival.kind == "one_device"]
     if verdict.chosen.kind == "one_device":
@@ -257,7 +255,7 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """Return the name of a layout over several devices, with the rows of each."""
+    """Return the name of a layout over several devices, followed by the rows of each."""
     # the global batch is added if it isn't the plan's; for many devices, the shares are left out
     name = split.name if split.kind == "equal_shares" else f"the {split.name}"
     other = split.global_batch != verdict.chosen.global_batch
@@ -268,7 +266,10 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """Whether the text can say how a layout compares, or that it is too uncertain to compare."""
+    """Return whether the text can compare a layout with the plan.
+
+    It can also do so by saying that the layout's speed is too uncertain to compare.
+    """
     return rival.gain is not None or not rival.rate.known
 
 
@@ -297,9 +298,9 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
 
 def _write_rough_gain(difference: RateGap, over: str) -> str:
-    """Return text about a gain whose measurement error exceeds the gain itself.
+    """Return text about a roughly known gain, such as "at least 2 % over equal shares".
 
-    The text is like "at least 2 % over equal shares".
+    If the layout may also be as fast as the plan, the text says that this isn't certain.
     """
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
@@ -307,7 +308,7 @@ def _write_rough_gain(difference: RateGap, over: str) -> str:
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Return the error of a gain, such as " ± 2 %"; "" if the measurements are precise."""
+    """Return the error of a gain as text, such as " ± 2 %"; "" if the measurements are precise."""
     intervals = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
@@ -320,14 +321,18 @@ def _is_doubtful(verdict: Verdict) -> bool:
 
 
 def _half_width(difference: RateGap) -> float:
-    """Return the error of a relative difference: half of its interval, or more if lopsided."""
-    # the lower end can't be below -1, so the interval may be lopsided: the distance to its upper
-    # end counts if it is larger
+    """Return the error of a relative difference: half of the width of its interval.
+
+    If the upper bound is farther from the difference than that, its distance is the error.
+    """
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """Return the difference between the plan and a layout that ties with it, with its error."""
+    """Return text about the difference between the plan and a layout that ties with it.
+
+    The text includes the error of the difference. `over` is the layout's name in the sentence.
+    """
     gap = rival.difference
     if gap is None:  # from an older version
         return f"as fast as {over}"
@@ -340,7 +345,10 @@ def _write_tie(rival: Rival, over: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Return why a difference counts as a tie: smaller than its error, or too small to matter."""
+    """Return text about why a difference counts as a tie.
+
+    It is smaller than its error, or too small to matter.
+    """
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -364,7 +372,7 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_link(verdict: Verdict) -> Iterator[str]:
-    """Yield the link between the plan's devices, unless another sentence mentions it."""
+    """Yield a sentence about the link between the plan's devices, if no other mentions it."""
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     # the sentence about an exchange that limits the training names the link
     if verdict.link is not None and not named:
@@ -375,7 +383,7 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
-    """Return a sentence with the samples/s to expect if a limit is removed."""
+    """Return a sentence with the samples/s that can be expected after a limit is removed."""
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
     gain = f"+{percent(limit.gain)}"
@@ -404,13 +412,16 @@ def _describe_equal_shares(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_batch(verdict: Verdict) -> Iterator[str]:
-    """Yield the global batch that the search chose, if the user requested none."""
+    """Yield a sentence with the global batch that the search chose, if the user requested none."""
     if not verdict.batch_given and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield f"You gave no --global-batch: evener chose {_samples(verdict)} a step."
 
 
 def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield faster layouts with precise measurements, if the plan's own speed is imprecise."""
+    """Yield a sentence for each layout that is faster than the plan and measured more precisely.
+
+    Nothing is yielded if the plan's own speed is known precisely enough.
+    """
     if verdict.rate.known:
         return
     own = verdict.rate.samples_per_second
@@ -424,7 +435,7 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence that suggests a single device if it is as fast as several."""
+    """Yield a sentence that suggests a single device, if it is as fast as several."""
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:
@@ -440,7 +451,10 @@ def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why several devices are slower than one, or that they weren't measured together."""
+    """Yield a sentence about why several devices are slower than one.
+
+    If no layout over several devices was measured near the plan's batch, a sentence says so.
+    """
     loss = verdict.split_loss
     if verdict.split_unmeasured:
         yield f"No split over several devices was measured near {_samples(verdict)}."
@@ -463,7 +477,7 @@ def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why the plan is slower than the sum of its devices' own speeds."""
+    """Yield a sentence about why the plan is slower than the sum of its devices' own speeds."""
     loss = verdict.sum_loss
     if loss is None:
         return
@@ -478,7 +492,7 @@ def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """Return the reason why training together loses time, as the end of a sentence."""
+    """Return text about why training together loses time, which ends a sentence."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)
@@ -496,10 +510,11 @@ def _write_cause(loss: SumLoss) -> str:
 
 
 def _describe_state(verdict: Verdict) -> Iterator[str]:
-    """Yield which devices can hold the model's parameters, gradients and optimizer state."""
+    """Yield sentences about which devices have enough memory for the model's whole state.
+
+    The state is the parameters, the gradients and the optimizer's state."""
     if verdict.state is not None:
         sentences = write_state_memory(verdict.state)
-        # memory is no problem if one device ran the whole model and the plan isn't sharded
         if sentences:
             yield sentences
 
@@ -528,9 +543,9 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_loss(loss: float) -> str:
-    """Return how much slower than the plan a layout is, as text.
+    """Return text about how much slower a layout is, such as "3.2 % less than the plan".
 
-    A negative loss reads as "more".
+    `loss` is a fraction of the plan's speed. If it is negative, the text says "more".
     """
     if abs(loss) < EXACT:
         return "no more than the plan"
@@ -542,7 +557,7 @@ def _samples(verdict: Verdict) -> str:
 
 
 def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield the layouts that are faster than the plan, with the reason why they aren't used."""
+    """Yield sentences about layouts that are faster than the plan, and why they aren't used."""
     if not verdict.rate.known:
         return
     faster = [rival for rival in verdict.rivals if rival.why_not is not None]
@@ -566,7 +581,7 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_faster(verdict: Verdict, rival: Rival) -> str:
-    """Return a layout's samples/s, and how much faster than the plan it is, as text.
+    """Return text with a layout's samples/s, and how much faster than the plan it is.
 
     If it ties with the plan, the text includes the error of the difference.
     """
@@ -588,7 +603,7 @@ def _write_faster(verdict: Verdict, rival: Rival) -> str:
 def _relative_gain(verdict: Verdict, rival: Rival) -> float:
     """Return how much faster than the plan a layout is, as a fraction of the plan's speed.
 
-    Computed from the rounded samples/s that users read.
+    It is computed from the rounded samples/s that users read.
     """
     return printed_gain(rival.rate.samples_per_second, verdict.rate.samples_per_second)
 
@@ -611,7 +626,7 @@ def _write_batches(rival: Rival) -> str:
 
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
-    """Yield an explanation of "±", if a comparison was too close to call."""
+    """Yield a sentence that explains "±", if a comparison was too close to call."""
     gaps = [
         rival.difference for rival in verdict.rivals if rival.tie and rival.difference is not None
     ]
@@ -621,7 +636,7 @@ def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
 
 
 def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
-    """Yield how a plan is used, after a search over simulated devices."""
+    """Yield a sentence about how to use such a plan with real devices, after a simulated search."""
     planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
@@ -641,7 +656,7 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield the gain or loss of each tuning option, except data-loader workers."""
+    """Yield a sentence about the gain or loss of each tuning option, except data loader workers."""
     if not verdict.rate.known:
         return
     for rival in verdict.rivals:
@@ -672,7 +687,9 @@ def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
 
 
 def _describe_workers(verdict: Verdict) -> Iterator[str]:
-    """Yield the samples/s with each number of data-loader workers, and what to use."""
+    """Yield a sentence with the samples/s for each number of data loader workers.
+
+    It also says which number to use."""
     tried = [
         (how, rival.rate)
         for rival in verdict.rivals
@@ -697,16 +714,18 @@ WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _write_percent_lost(gain: float) -> str:
-    """Return how much slower a layout is, in percent, if the plan is faster by `gain`."""
+    """Return how much slower than the plan a layout is, in percent.
+
+    `gain` is how much faster the plan is, as a fraction.
+    """
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)
 
 
 def _describe_packs(verdict: Verdict) -> Iterator[str]:
-    """Yield how the plan compares with several jobs on one device, and with placed layers."""
+    """Yield sentences that compare the plan with several jobs on one device and with placements."""
     others = [rival for rival in verdict.rivals if rival.kind in ("side_by_side", "placed")]
     yield from _describe_slower_layouts(verdict, others)
-    # ties, and layouts that are too uncertain to compare, have sentences of their own
     tied = [one.name for one in others if one.tie and not one.unclear][:MOST_NAMED]
     unclear = [one.name for one in others if one.tie and one.unclear][:MOST_NAMED]
     if tied:
@@ -717,7 +736,7 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield how much slower than the plan the best layout of each other kind is."""
+    """Yield a sentence for each other kind of layout about how much slower its best layout is."""
     mentioned: set[str] = {verdict.chosen.kind}
     for rival in others:
         if rival.kind in mentioned or rival.gain is None or rival.tie or rival.gain < 0:
@@ -763,10 +782,9 @@ def _describe_code_limit(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_learning(verdict: Verdict) -> Iterator[str]:
-    """Yield what the global batch means for learning, and how to adapt the learning rate."""
+    """Yield sentences about how the global batch affects learning and the learning rate."""
     found = verdict.learning
     if found is None:
-        # neither the noise scale nor the script's batch is known
         return
     if found.noise_scale is not None and found.worth is not None:
         value, low, high = found.worth
@@ -795,9 +813,9 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_range(middle: str, low: str, high: str) -> str:
-    """Return a value with its bounds, as "middle (low - high)".
+    """Return a value with its bounds, in the form "middle (low - high)".
 
-    If both bounds read the same, the value alone is returned.
+    If both bounds are the same text, the value is returned without them.
     """
     return middle if low == high else f"{middle} ({low} - {high})"
 
@@ -871,7 +889,7 @@ def _warn_of_notes(verdict: Verdict) -> Iterator[str]:
 
 
 def _warn_of_left_out(verdict: Verdict) -> Iterator[str]:
-    """Yield the layouts that weren't compared, and requests that can't be met on this machine."""
+    """Yield warnings about layouts that weren't compared, and about requests that can't be met."""
     yield from (left_out.detail for left_out in verdict.left_out if left_out.kind == "request")
     families = [left_out.name for left_out in verdict.left_out if left_out.reason == "by_rows"]
     if families:
@@ -913,7 +931,7 @@ def _warn_of_unfinished(verdict: Verdict) -> Iterator[str]:
 
 
 def write_unfinished(unfinished: Unfinished) -> str:
-    """Return a sentence about what a process was still doing at start-up when time was up."""
+    """Return a sentence about what a process was still doing at start-up when time ran out."""
     what = {
         "importing": "Importing had not ended",
         "loading": f"The import of {unfinished.name} had not ended",
@@ -932,7 +950,6 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
     """
     changed = max((doubt.value for doubt in verdict.doubts if doubt.code == "changed"), default=0.0)
     for doubt in verdict.doubts:
-        # repeated measurements differ by more than their noise
         if doubt.code == "noisy" and changed > abs(doubt.value):
             continue
         yield write_doubt(doubt, verdict.on_gpus)
@@ -1066,13 +1083,12 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 # ---------------------------------------------------------------------- why the search ended
 
 
-def write_end(verdict: Verdict, words: str) -> str:
-    """Return why the search ended, as a sentence.
+def write_end(verdict: Verdict, reason: str) -> str:
+    """Return a sentence about why the search ended.
 
-    "" if this would contradict the recommendation to measure again. `words` is the reason that the
-    search itself gave.
+    `reason` is the sentence that the search itself gave. Returns "" if the sentence would
+    contradict the recommendation to measure again.
     """
-    # the search had nothing left to measure, but the recommendation is to measure again
     again = verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
     if again and verdict.stopped in ("settled", "unsure", "tied", "only_one"):
         return ""
@@ -1080,7 +1096,7 @@ def write_end(verdict: Verdict, words: str) -> str:
         part = percent(verdict.tolerance)
         return f"Nothing left to measure is expected to gain more than {part} (--tolerance)."
     if verdict.stopped != "tied":
-        return words
+        return reason
     tied = [rival for rival in verdict.rivals if rival.tie][:MOST_NAMED]
     if not tied:
         return "More turns within the budget would not make the rates more certain."
@@ -1093,11 +1109,13 @@ def write_end(verdict: Verdict, words: str) -> str:
 # ---------------------------------------------------------------------- what to do next
 
 
-def write_next_steps(run: str, finished: Finished, path: str, measured: bool) -> tuple[str, ...]:
+def write_next_steps(
+    run: str, finished: Finished, path: str, has_measured: bool
+) -> tuple[str, ...]:
     """Return the commands that are useful after a search, one line each.
 
     - `path`: the plan file that was written, or "".
-    - `measured`: whether anything new was measured; False for a resumed run that had already
+    - `has_measured`: whether anything new was measured; False for a resumed run that had already
       ended.
     """
     steps = [f"plan written to {path}"] if path else []
@@ -1110,7 +1128,7 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
         steps.append(f"to train on it: {alone}")
     if finished.interrupted:
         steps.append(f"to go on: evener balance --resume {run}")
-    elif not measured:
+    elif not has_measured:
         steps.append(
             f"the run had ended, and nothing was measured; for more: evener balance --resume {run} "
             f"--budget +5m"
@@ -1121,7 +1139,7 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
 
 
 def _needs_time(finished: Finished) -> bool:
-    """Whether the result is too uncertain, so that a longer search would help."""
+    """Return whether the result is so uncertain that a longer search would help."""
     found = finished.found
     if found is None:
         return False
@@ -1130,7 +1148,7 @@ def _needs_time(finished: Finished) -> bool:
 
 
 def recommends_plan(finished: Finished) -> bool:
-    """Whether the user should train with the plan rather than without one.
+    """Return whether the user should train with the plan rather than without one.
 
     False for simulated devices. True for runs of older versions, which stored no recommendation.
     """

@@ -19,7 +19,10 @@ FEW = 0.1  # fraction of a model's parameters: if no more are trained, they are 
 
 
 def find_state_memory(
-    facts: Facts, seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout | None
+    facts: Facts,
+    observations: Sequence[Observation],
+    devices: Sequence[Device],
+    chosen: Layout | None,
 ) -> StateMemory | None:
     """Return which devices can hold the model's state; None if the workload can't be sharded.
 
@@ -31,7 +34,7 @@ def find_state_memory(
         return None
     whole = {
         position
-        for observation in seen
+        for observation in observations
         if _holds_whole(observation)
         for position in observation.probe.layout.active
     }
@@ -51,7 +54,7 @@ def find_state_memory(
 
 
 def _holds_whole(observation: Observation) -> bool:
-    """Whether a probe trained with the whole model on each of its devices."""
+    """Return whether a probe trained with the whole model on each of its devices."""
     layout = observation.probe.layout
     in_parts = observation.probe.stage in SHARDED or layout.traits.sharded or bool(layout.placement)
     return isinstance(observation, Timed) and not in_parts
@@ -66,9 +69,9 @@ def _find_adapters(
 
 
 def write_state_memory(memory: StateMemory) -> str:
-    """Return sentences about the memory of the model's state, for users.
+    """Return sentences for users about the memory that the model's state needs.
 
-    "" if a device can hold it and the plan isn't sharded.
+    "" if one device can hold it and the plan isn't sharded.
     """
     if memory.fits_on and not memory.shard_bytes:
         return ""
@@ -82,7 +85,7 @@ def write_state_memory(memory: StateMemory) -> str:
 
 
 def write_adapters(memory: StateMemory) -> list[str]:
-    """Return a sentence about each kind of adapter: its memory, and the devices that it fits on."""
+    """Return a sentence about each kind of adapter: how much memory it needs, and where it fits."""
     sentences = []
     for adapter in memory.adapters:
         fits = "no device holds that alone"

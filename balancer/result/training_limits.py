@@ -70,7 +70,7 @@ KERAS_INPUT = (
 
 
 def find_training_limits(
-    report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device]
+    report: SearchReport, observations: Sequence[Observation], devices: Sequence[Device]
 ) -> tuple[TrainingLimit, ...]:
     """Return the parts of a step that could be removed to train faster, largest first.
 
@@ -78,11 +78,13 @@ def find_training_limits(
     """
     chosen = report.chosen
     layout = chosen.layout
-    turns = [one for one in report.turns_of(layout) if one.parts] or _find_turns(seen, layout)
+    turns = [one for one in report.turns_of(layout) if one.parts] or _list_timed_probes(
+        observations, layout
+    )
     if not turns or layout.traits.side_by_side or not chosen.throughput.value:
         return ()
     step_s = layout.global_batch / chosen.throughput.value
-    looks = _find_looks(seen, layout)
+    looks = _list_detailed_probes(observations, layout)
     measured = _Measured(layout, turns, looks, step_s)
     parts = (
         *_find_input(measured),
@@ -90,26 +92,29 @@ def find_training_limits(
         *_find_exchange(measured, devices),
         *_find_update(measured),
         *_find_idle(measured),
-        *_find_memory(measured, seen, devices),
+        *_find_memory(measured, observations, devices),
         *_find_slowed(measured, devices),
     )
     return (*find_limits(step_s, parts), *_find_equal_split(report))
 
 
-def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return the probes of a layout in which the parts of its steps were measured."""
+def _list_timed_probes(observations: Sequence[Observation], layout: Layout) -> list[Timed]:
+    """Return the successful probes of a layout that measured how devices spend its steps."""
     found = [
         observation
-        for observation in seen
+        for observation in observations
         if isinstance(observation, Timed) and observation.probe.layout == layout
     ]
     return [one for one in found if one.parts]
 
 
-def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return the probes of a layout that also timed steps without input or launch delays."""
-    turns = _find_turns(seen, layout)
-    # without input: one batch is reused; without waiting: all kernels are enqueued first
+def _list_detailed_probes(observations: Sequence[Observation], layout: Layout) -> list[Timed]:
+    """Return the probes of a layout that also timed steps without data loading or launch delays.
+
+    Without data loading, one batch is reused. Without launch delays, all kernels are enqueued
+    first.
+    """
+    turns = _list_timed_probes(observations, layout)
     return [turn for turn in turns if turn.kept is not None or turn.enqueued_seconds is not None]
 
 
@@ -117,39 +122,40 @@ class _Measured:
     """The measured parts of a layout's step, scaled to its final step time."""
 
     def __init__(
-        self, layout: Layout, turns: Sequence[Timed], looks: Sequence[Timed], step_s: float
+        self, layout: Layout, measurements: Sequence[Timed], looks: Sequence[Timed], step_s: float
     ) -> None:
-        # `turns` know the parts of a step; `step_s` is the step time of the verdict
-        self.layout, self.turns, self.step_s = layout, turns, step_s
-        # these also timed steps without input, or without waiting for the host
+        # `measurements` have the parts of a step; `step_s` is the step time of the verdict
+        self.layout, self.turns, self.step_s = layout, measurements, step_s
         self.looks = looks
         self.closer = looks[-1] if looks else None
 
-    def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return the probes that measured the parts of a device's step, each with these parts."""
+    def list_breakdowns(self, position: int) -> list[tuple[Timed, PartSeconds]]:
+        """Return each probe that measured how a device spends its steps, with that breakdown."""
         return [(turn, part) for turn in self.turns if (part := turn.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
         """Return the mean fraction of a step that a part takes on a device, or None if unknown.
 
-        `name` is a field of `PartSeconds`, such as "input_seconds".
+        `name` is the name of the part's field in `PartSeconds`, such as "input_seconds".
         """
-        # `name`: a field of `PartSeconds`, such as "input_seconds"
         shares = [
             seconds / one.step_seconds
-            for one, part in self.parts_of(position)
+            for one, part in self.list_breakdowns(position)
             if (seconds := getattr(part, name)) is not None and one.step_seconds > 0
         ]
         return fmean(shares) if shares else None
 
-    def largest_s(self, name: str) -> float | None:
-        """Return the seconds of a part on the device where it takes longest; None if unknown."""
+    def longest_seconds(self, name: str) -> float | None:
+        """Return the seconds of a part of the step, on the device where it takes longest.
+
+        `name` is the name of the part's field in `PartSeconds`. None if it is unknown.
+        """
         shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
 
-    def own_s(self, position: int) -> float:
-        """Return a device's compute time per step in seconds; 0 if unknown."""
+    def compute_seconds(self, position: int) -> float:
+        """Return how many seconds a device computes per step; 0 if unknown."""
         known = [
             own / turn.step_seconds
             for turn in self.turns
@@ -157,19 +163,21 @@ class _Measured:
         ]
         return fmean(known) * self.step_s if known else 0.0
 
-    def lost_s(self, position: int, kind: LimitKind) -> float:
-        """Return the seconds per step that a device lost to heat or to its power limit."""
-        own_s = self.own_s(position) or self.step_s
+    def lost_seconds(self, position: int, kind: LimitKind) -> float:
+        """Return how many seconds per step a device loses because of heat or its power limit."""
+        own = self.compute_seconds(position) or self.step_s
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
-        return own_s * (self.share(position, name) or 0.0)
+        return own * (self.share(position, name) or 0.0)
 
     def waited_for_neighbours(self, position: int) -> float:
-        """Return the seconds per step in which other processes kept a device's kernels waiting."""
-        parts = [part for _, part in self.parts_of(position)]
+        """Return how many seconds per step a device's kernels wait because of other processes."""
+        parts = [part for _, part in self.list_breakdowns(position)]
         parts = [part for part in parts if _is_whole_sample(part)] or parts
         if not parts:
             return 0.0
-        idle_s = self.launching_s() + self.step_s * (self.share(position, "input_seconds") or 0.0)
+        idle_s = self.launch_wait_seconds() + self.step_s * (
+            self.share(position, "input_seconds") or 0.0
+        )
         enqueued = max(0.0, 1 - idle_s / self.step_s)
         waits = []
         for part in parts:
@@ -179,30 +187,29 @@ class _Measured:
                 # time for which they run, because a GPU gives processes equal slices of time
                 wait = min(wait, max(enqueued - part.busy, part.busy))
             waits.append(wait)
-        return (self.own_s(position) or self.step_s) * fmean(waits)
+        return (self.compute_seconds(position) or self.step_s) * fmean(waits)
 
-    def list_last(self) -> list[int]:
-        """Return the slowest devices: those within 10 % of the longest compute time."""
-        longest = max((self.own_s(i) for i in self.layout.computing), default=0.0)
-        return [i for i in self.layout.computing if self.own_s(i) >= LONGEST * longest]
+    def list_slowest(self) -> list[int]:
+        """Return the positions of the devices within 10 % of the longest compute time."""
+        longest = max((self.compute_seconds(i) for i in self.layout.computing), default=0.0)
+        return [i for i in self.layout.computing if self.compute_seconds(i) >= LONGEST * longest]
 
-    def launching_s(self) -> float:
-        """Return the seconds per step in which a GPU waits for kernel launches; 0 if unknown."""
+    def launch_wait_seconds(self) -> float:
+        """Return how many seconds per step a GPU waits for kernel launches; 0 if unknown."""
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Convert seconds of a more detailed, slower probe to the layout's usual speed."""
+        """Scale the seconds of a more detailed, slower probe to the layout's usual step time."""
         assert self.closer is not None
-        # a measurement that looks at more of a step may be slower
         return seconds * self.step_s / self.closer.step_seconds
 
 
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the part of the step that waits for the data loader."""
-    seconds = measured.largest_s("input_seconds")
+    """Yield how long a step waits for the data loader."""
+    seconds = measured.longest_seconds("input_seconds")
     step = _find_step_without_input(measured)
     if step is None:
         if seconds is not None:
@@ -226,9 +233,9 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
-    """Return the step time without waiting for data, and its error, in seconds.
+    """Return the step time without waiting for data, and the error of that time, in seconds.
 
-    None if that wasn't measured.
+    The error is half of the 95 % interval. None if the time wasn't measured.
     """
     scaled = []
     errors = []
@@ -244,18 +251,16 @@ def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
     apart = student(count - 1) * stdev(scaled) / math.sqrt(count) if count > 1 else 0.0
     # the error is at least the one that is usual between measurements
     usual = KEPT_ERROR * mean / math.sqrt(count)
-    # the error is half of the 95 % interval
     return mean, max(fmean(errors), apart, usual)
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the parts lost to CPU cores that other programs use, and to kernel launches."""
-    # other programs use the cores
-    starved = measured.largest_s("starved_seconds") or 0.0
+    """Yield how long a step waits for kernel launches, and for CPU cores in use by others."""
+    starved = measured.longest_seconds("starved_seconds") or 0.0
     named = [
         part
         for position in measured.layout.computing
-        for _, part in measured.parts_of(position)
+        for _, part in measured.list_breakdowns(position)
         if part.taken_by
     ]
     most = max(named, key=lambda part: part.starved_seconds, default=None)
@@ -268,8 +273,7 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
         spared=1 + shared,
         by=most.taken_by if most else "",
     )
-    # a GPU waits for its host to launch kernels
-    waits_s = measured.launching_s()
+    waits_s = measured.launch_wait_seconds()
     if waits_s > 0:
         spared_s = _seconds_saved_by_doubling(measured.step_s, waits_s)
         yield StepPart(
@@ -282,10 +286,10 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds saved per present batch if a launch-bound GPU gets twice the batch.
+    """Return the seconds saved per present batch if the batch on a launch-bound GPU is doubled.
 
-    Of each step, the GPU waits `waits_s` seconds for kernel launches, and a larger batch needs no
-    more of them.
+    In a step of `step_s` seconds, the GPU waits `waits_s` seconds for kernel launches. A step with
+    a larger batch needs no more launches.
     """
     # the host takes as long as before, and the device twice as long
     after_s = max(step_s, 2 * (step_s - waits_s))
@@ -293,7 +297,7 @@ def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield the part of the gradient exchange that computation doesn't hide."""
+    """Yield how long the gradient exchange takes that doesn't overlap with computation."""
     layout = measured.layout
     if len(layout.computing) < 2 or not layout.traits.together:
         return
@@ -323,11 +327,11 @@ def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
 
 
 def find_link(
-    seen: Sequence[Observation], layout: Layout, devices: Sequence[Device]
+    observations: Sequence[Observation], layout: Layout, devices: Sequence[Device]
 ) -> Link | None:
     """Return the latest measurement of the link between the layout's devices, or None."""
     labels = tuple(devices[i].label for i in layout.active)
-    for observation in reversed(seen):
+    for observation in reversed(observations):
         if not isinstance(observation, Timed) or observation.probe.layout.active != layout.active:
             continue
         if observation.link_bytes_per_second:
@@ -338,7 +342,7 @@ def find_link(
 def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float | None:
     """Return the fraction of a step in which a device doesn't compute, or None if unknown."""
     shares = []
-    for one, part in measured.parts_of(position):
+    for one, part in measured.list_breakdowns(position):
         own = one.device_seconds[position]
         if own is None:
             return None
@@ -349,11 +353,11 @@ def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float
 
 
 def _find_update(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time of the optimizer's update."""
-    update = measured.largest_s("update_seconds")
+    """Yield the time that the optimizer's update takes."""
+    update = measured.longest_seconds("update_seconds")
     if update is not None:
         # waiting for the host to launch kernels is another limit
-        seconds = update * max(0.0, 1 - measured.launching_s() / measured.step_s)
+        seconds = update * max(0.0, 1 - measured.launch_wait_seconds() / measured.step_s)
         yield StepPart(
             kind=LimitKind.OPTIMIZER,
             seconds=seconds,
@@ -365,16 +369,16 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_memory(
-    measured: _Measured, seen: Sequence[Observation], devices: Sequence[Device]
+    measured: _Measured, observations: Sequence[Observation], devices: Sequence[Device]
 ) -> Iterator[StepPart]:
     """Yield the time lost because the slowest devices need gradient accumulation.
 
     With more memory, they could compute their rows in one pass.
     """
     layout = measured.layout
-    for position in measured.list_last():
+    for position in measured.list_slowest():
         passes = layout.passes(position)
-        known = _list_passes(seen, position)
+        known = _list_passes(observations, position)
         if passes < 2 or len(known) < 2:
             continue
         spared_s, error_s = _seconds_saved_by_one_pass(known, passes, devices[position].on_cpu)
@@ -386,10 +390,10 @@ def _find_memory(
         )
 
 
-def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the two largest batches that ran in one pass on a device, with their seconds."""
+def _list_passes(observations: Sequence[Observation], position: int) -> list[tuple[int, float]]:
+    """Return the two largest batches that ran in a single pass on a device, with their seconds."""
     fastest: dict[int, float] = {}
-    for observation in seen:
+    for observation in observations:
         if not isinstance(observation, Timed) or not observation.probe.layout.by_rows:
             continue
         layout, own = observation.probe.layout, observation.device_seconds[position]
@@ -404,7 +408,7 @@ def _seconds_saved_by_one_pass(
 ) -> tuple[float, float]:
     """Return the seconds saved by one pass instead of several, and the error of this estimate.
 
-    `known` holds the rows and seconds of two measured passes.
+    `known` has the rows and the seconds of two measured passes.
     """
     (few, few_s), (many, many_s) = known
     now_s = passes * many_s
@@ -422,23 +426,22 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """Whether the driver's sample of GPU use was taken mostly during the measurement."""
-    # otherwise, most of the sample is from before the session's kernels began
+    """Return whether most of the driver's sample of GPU use is from the time of the measurement."""
     return part.busy is None or part.busy >= LEAST_BUSY
 
 
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield the time lost to heat, to a power limit and to other processes on the device."""
+    """Yield the time lost to heat, to a power limit, and to other processes on the device."""
     # of the devices that the others wait for, the one that loses most counts
     for kind in (LimitKind.HEAT, LimitKind.POWER):
-        lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
+        lost = {i: measured.lost_seconds(i, kind) for i in measured.list_slowest()}
         most = max(lost, key=lost.__getitem__)
         error_s = bound_error(lost[most], measured.step_s, SLOWED_ERROR)
         yield StepPart(kind=kind, seconds=lost[most], error_s=error_s, by=devices[most].label)
-    waited = {i: measured.waited_for_neighbours(i) for i in measured.list_last()}
+    waited = {i: measured.waited_for_neighbours(i) for i in measured.list_slowest()}
     most = max(waited, key=waited.__getitem__)
     who = devices[most].label
-    parts = [part for _, part in measured.parts_of(most)]
+    parts = [part for _, part in measured.list_breakdowns(most)]
     names = [part.neighbours for part in parts if part.neighbours]
     known = any(part.busy is not None for part in parts)
     yield StepPart(
@@ -454,10 +457,10 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Return the time that equal shares would lose and the plan's shares save.
+    """Return the time that the plan's shares save compared with equal shares.
 
-    It is a limit that the plan has already removed. Empty unless equal shares of the same batch
-    were measured on the same devices.
+    It is listed as a limit that the plan has already removed. Empty unless equal shares of the same
+    batch were measured on the same devices.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -484,7 +487,10 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which neither input, CPU nor device was busy: the script's own code."""
-    seconds = measured.largest_s("idle_seconds")
+    """Yield the time in which neither data loading, CPU nor device was busy.
+
+    The script's own code spends this time.
+    """
+    seconds = measured.longest_seconds("idle_seconds")
     if seconds is not None:
         yield StepPart(kind=LimitKind.OWN_CODE, seconds=seconds)

@@ -286,7 +286,7 @@ class Budget:
         it.
         """
         own = self._seen.timed_in(layout)
-        if not own or not all(one.lone for one in own):
+        if not own or not all(one.is_single_step for one in own):
             return 0.0
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 

@@ -12,7 +12,7 @@ import msgspec
 from evener.plan.layout import Knots
 
 from ..families import PACK, family_of
-from ..statistics import is_known, lone_error_of
+from ..statistics import is_known, typical_single_step_error
 from ..types import (
     Belief,
     End,
@@ -286,7 +286,7 @@ class Evaluation:
             return chosen
         both = (*self._seen.turns(chosen.layout).values(), *fresh.values())
         every = list({one.probe: one for one in both}.values())
-        every = [one for one in every if not one.lone] or every
+        every = [one for one in every if not one.is_single_step] or every
         interval = center(self._samples_per_second(dict(enumerate(every))), throughput(fresh).value)
         return Result(chosen.layout, interval, len(every))
 
@@ -347,15 +347,17 @@ class Evaluation:
         probes, the interval is widened by the usual noise.
         """
         interval = throughput(turns)
-        if not all(turn.lone for turn in turns.values()):
+        if not all(turn.is_single_step for turn in turns.values()):
             return interval
         return widen(interval, self._lone_error / math.sqrt(len(turns)))
 
     @cached_property
     def _lone_error(self) -> float:
         """The typical relative error of a probe that timed a single step."""
-        lone = [timed for timed in self._seen.timed() if timed.lone]
-        return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
+        lone = [timed for timed in self._seen.timed() if timed.is_single_step]
+        return typical_single_step_error(
+            [(one.first_step_seconds, one.step_seconds) for one in lone]
+        )
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """Return a layout's measurements from the final comparison, by round.

@@ -198,7 +198,7 @@ class Observations:
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
         recovered = [i for i in active if self.recovered(i)]
-        valid = (one for one in checked if not any(one.held_back(i) for i in recovered))
+        valid = (one for one in checked if not any(one.was_throttled(i) for i in recovered))
         return {one.probe.turn: one for one in valid}
 
     def turns_after_choice(self, layout: Layout) -> Turns:
@@ -335,7 +335,7 @@ class Observations:
         Only measurements from the final comparison and later count. False if there are none.
         """
         turns = self.raced(position)
-        return bool(turns) and not turns[-1].held_back(position)
+        return bool(turns) and not turns[-1].was_throttled(position)
 
     def raced(self, position: int) -> list[Timed]:
         """Return a device's measurements from the final comparison and later, in order."""
@@ -396,6 +396,6 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 def _undisturbed_turns(turns: Turns) -> Turns:
     """Leave out measurements with throttling or with a single step, unless there are no others."""
-    steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
+    steady = {turn: one for turn, one in turns.items() if not one.was_throttled()} or turns
     # the error of a single step is unknown
-    return {turn: one for turn, one in steady.items() if not one.lone} or steady
+    return {turn: one for turn, one in steady.items() if not one.is_single_step} or steady

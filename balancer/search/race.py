@@ -99,7 +99,7 @@ class Race:
         checks = [seen for seen in self._seen.in_stage(Stage.CHECK) if seen.probe.layout == layout]
         if any(isinstance(seen, Failed) for seen in checks):
             return ()  # another one would only fail too
-        held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
+        held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].was_throttled()
         rough = self._needs_more_checks(best, len(checks))
         compared = any(seen.probe.layout != layout for seen in self._seen.timed())
         if not rough and not held and (checks or not compared):
@@ -307,4 +307,4 @@ class Race:
 
 def _was_held_back_in_only_turn(turns: Turns) -> bool:
     """Whether a layout has only one measurement, in which a device was throttled."""
-    return len(turns) == 1 and all(seen.held_back() for seen in turns.values())
+    return len(turns) == 1 and all(seen.was_throttled() for seen in turns.values())

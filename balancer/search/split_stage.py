@@ -222,7 +222,7 @@ class SplitStage:
 
 def _is_like(layout: Layout, observation: Observation) -> bool:
     """Whether an observed split is this layout, or too similar to be worth another measurement."""
-    if isinstance(observation, Timed) and observation.lone:
+    if isinstance(observation, Timed) and observation.is_single_step:
         # after a single step, similar splits aren't measured either
         return same_measurement(layout, observation.probe.layout)
     return layout == observation.probe.layout

@@ -40,13 +40,13 @@ class StartTimes:
         0 if they are already running. The estimate is rather high, because the first starts of a
         session are the slowest.
         """
-        own = self._by_children.get(layout.children)
+        own = self._by_children.get(layout.group_key)
         if not own:
-            return 0.0 if layout.children in self._recovered else self._of_new(layout)
+            return 0.0 if layout.group_key in self._recovered else self._of_new(layout)
         paid = [seconds for seconds in own if seconds]
         if paid and layout.traits.alone and self._groups_end_others and self._a_group_started:
             return min(paid)
-        ends = self._exit_counts[layout.children] if self.after_out_of_memory else 0
+        ends = self._exit_counts[layout.group_key] if self.after_out_of_memory else 0
         start_each_time = len(paid) > 1 + ends
         are_down = 0 < len(paid) <= ends
         return min(paid) if start_each_time or are_down else 0.0
@@ -66,7 +66,7 @@ class StartTimes:
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
         for seen in self._seen.in_stage(Stage.SOLO):
             if isinstance(seen, (Timed, OutOfMemory)):
-                rounds[seen.probe.layout.children].append(seen)
+                rounds[seen.probe.layout.group_key].append(seen)
         went_on = []
         for each in rounds.values():
             each.sort(key=lambda seen: order_probe(seen.probe))
@@ -83,14 +83,16 @@ class StartTimes:
         """
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
-            starts[seen.probe.layout.children].append(seen.restart_seconds)
+            starts[seen.probe.layout.group_key].append(seen.restart_seconds)
         return dict(starts)
 
     @cached_property
     def _recovered(self) -> set[Layout]:
         """The sets of processes that have always kept running after they ran out of memory."""
         seen = [one for one in self._seen.in_stage(*STAGES) if isinstance(one, OutOfMemory)]
-        return {one.probe.layout.children for one in seen if one.goes_on} - self._exit_counts.keys()
+        return {
+            one.probe.layout.group_key for one in seen if one.goes_on
+        } - self._exit_counts.keys()
 
     @cached_property
     def _exit_counts(self) -> defaultdict[Layout, int]:
@@ -98,7 +100,7 @@ class StartTimes:
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
             if isinstance(seen, OutOfMemory) and not seen.goes_on:
-                ends[seen.probe.layout.children] += 1
+                ends[seen.probe.layout.group_key] += 1
         return ends
 
     def _of_new(self, layout: Layout) -> float:

@@ -96,20 +96,20 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     phases: tuple[PhaseDifference, ...] = ()
     other_batch: bool = False  # the two trainings have different numbers of rows per step
 
-    def is_beyond(self, most: float) -> bool:
-        """Return whether the second run is slower by more than the fraction `most`.
+    def is_beyond(self, threshold: float) -> bool:
+        """Return whether the second run is slower by more than the fraction `threshold`.
 
-        False if it may be as fast as the first within the error of the measurement.
+        False if the error of the measurement is so large that it may be as fast as the first.
         """
-        return self.least > 0 and self.slowdown > most
+        return self.least > 0 and self.slowdown > threshold
 
 
 def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunDifference:
-    """Return how much slower the training run `after` is than `before`, without warm-up.
+    """Return how much slower the training run `after` is than `before`, without their warm-ups.
 
-    The fastest steps of both are compared, because other programs disturb them least; they are
-    corrected for the CPU's speed. Time for rare work such as checkpoints is added. Raises
-    RequestError if a run is too short.
+    The fastest steps of both runs are compared, because other programs disturb them least. They are
+    corrected for the speed of the CPU, and the time of rare work such as checkpoints is added.
+    Raises RequestError if a run is too short.
     """
     windows = [_list_windows(each) for each in (before, after)]
     first, second = windows
@@ -123,7 +123,7 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
         ratio = quick[1].value / quick[0].value
         rare = _find_rare(windows, quick) / quick[0].value
         rare = max(0.0, rare - max(0.0, ratio - 1))  # a quick step contains some of it
-    batches = [_batch(each) for each in windows]
+    batches = [_mean_batch(each) for each in windows]
     return RunDifference(
         kind="training",
         before=before.run,
@@ -140,13 +140,13 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
     )
 
 
-def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDifference:
-    """Return how much slower the plan `other` is than the plan `one`.
+def compare_plans(before_name: str, before: Plan, after_name: str, after: Plan) -> RunDifference:
+    """Return how much slower the plan `after` is than the plan `before`.
 
-    `before` and `after` are the names of the searches that found them. Raises RequestError if a
-    plan has no throughput.
+    `before_name` and `after_name` are the names of the searches that found these plans. Raises
+    RequestError if a plan has no throughput.
     """
-    throughputs = [one.throughput, other.throughput]
+    throughputs = [before.throughput, after.throughput]
     if not all(throughput.samples_per_second > 0 for throughput in throughputs):
         raise RequestError("A plan has no samples/s.", "Compare runs that measured some.")
     ratio = throughputs[0].samples_per_second / throughputs[1].samples_per_second
@@ -157,8 +157,8 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
     error = max(math.hypot(*errors), LEAST_ERROR)
     return RunDifference(
         kind="search",
-        before=before,
-        after=after,
+        before=before_name,
+        after=after_name,
         before_samples_per_second=throughputs[0].samples_per_second,
         after_samples_per_second=throughputs[1].samples_per_second,
         slowdown=ratio - 1,
@@ -166,14 +166,14 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
         high=ratio * math.exp(error) - 1,
         least=ratio * math.exp(-ONE_SIDED * error) - 1,
         mean_slowdown=ratio - 1,
-        other_batch=one.layout.global_batch != other.layout.global_batch,
+        other_batch=before.layout.global_batch != after.layout.global_batch,
     )
 
 
 def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
-    """Return a run's measured windows since its last start, without the warm-up.
+    """Return the windows that a run has measured since its last start, without the warm-up.
 
-    Raises RequestError if too few are left.
+    Raises RequestError if there are too few.
     """
     windows: list[StepsEntry] = []
     for entry in training.entries:
@@ -191,8 +191,8 @@ def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
     return windows[warm:]
 
 
-def _batch(windows: Sequence[StepsEntry]) -> float:
-    """Return a training run's mean number of rows per step."""
+def _mean_batch(windows: Sequence[StepsEntry]) -> float:
+    """Return the mean number of rows per step of a training run."""
     return sum(window.samples for window in windows) / sum(window.steps for window in windows)
 
 
@@ -202,16 +202,16 @@ class _Mean(msgspec.Struct, frozen=True):
 
 
 def _mean(
-    windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float], least: float = 1e-12
+    windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float], minimum: float = 1e-12
 ) -> _Mean:
     """Return the time-weighted mean of a metric over windows of steps, with its error.
 
-    The error allows for the correlation of neighbouring windows. The mean is at least `least`.
+    The error allows for the correlation of neighbouring windows. The mean is at least `minimum`.
     """
     # consecutive windows are correlated, so they are grouped
     blocks = [_weighted_mean(block, metric) for block in _group_into_blocks(windows)]
-    # at least `least`, because a divisor can't be 0
-    value = max(fmean(blocks), least)
+    # at least `minimum`, because a divisor can't be 0
+    value = max(fmean(blocks), minimum)
     if len(blocks) < 2:
         return _Mean(value, value)
     spread = variance(blocks)
@@ -223,9 +223,9 @@ def _mean(
 def _compare_quick_steps(
     trainings: Sequence[RecordedTraining], windows: Sequence[Sequence[StepsEntry]]
 ) -> tuple[list[_Mean], float]:
-    """Return each run's quick-step time in seconds per row, and the error of their ratio.
+    """Return each run's quick-step time in seconds per row, and the relative error of their ratio.
 
-    The error is relative.
+    `windows` are the windows of each run that have a quick-step time.
     """
     starts = [training.start for training in trainings]
     quick = [
@@ -239,10 +239,9 @@ def _compare_quick_steps(
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return how many more seconds per row the second run spends on rare work.
+    """Return how many more seconds per row the second run spends on rare work, such as checkpoints.
 
-    Rare work is, for example, writing checkpoints. 0 if the difference is within its error, or if
-    other programs slowed the runs too much to know.
+    0 if the difference is within its error, or if other programs slowed the runs too much to know.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
@@ -251,7 +250,6 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
     if max(disturbed) > MOST_DISTURBED:
         return 0.0
     longer = 0.0
-    # only differences beyond their errors count
     for field in RARE:
         part = _per_sample(_part(field))
         before, after = [_mean(training, part, 0.0) for training in trainings]
@@ -261,16 +259,15 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return how many times longer the mean step computes than a quick one; at least 1.
+    """Return the compute time of the mean step relative to that of a quick step; at least 1.
 
-    Other programs disturb quick steps least, so the ratio shows how much they slowed the run.
+    Other programs slow quick steps least, so this shows how much they slowed the run.
     """
 
     def work(window: StepsEntry) -> float:
         sums: StepSums = window.sums
         return (sums.seconds - sums.all_between_s + sums.update_s - sums.input_s) / sums.steps
 
-    # the mean compute time over all steps, divided by that of a quick step
     return max(1.0, _mean(windows, _per_sample(work)).value / quick.value)
 
 
@@ -303,11 +300,10 @@ def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry],
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """Return for each part of a step how its time differs between two training runs.
+    """Return how the time of each part of a step differs between two training runs.
 
     Empty if the runs didn't record the parts.
     """
-    # none if a training's ranks don't report the parts
     known = [[window for window in windows if window.sums.steps] for windows in (first, second)]
     if not all(known):
         return []

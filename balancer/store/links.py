@@ -40,7 +40,7 @@ class LinkRecord(msgspec.Struct, frozen=True):
 def save_links(
     devices: Sequence[Device], driver: str, measurements: Sequence[LinkMeasurement]
 ) -> Path:
-    """Save measurements of links, replacing earlier ones of the same devices and driver.
+    """Save measurements of links in place of earlier ones with the same devices and driver.
 
     Returns the path of the file. Raises OSError or RequestError if it can't be written.
     """
@@ -53,7 +53,7 @@ def save_links(
 
 
 def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
-    """Save a link speed that a probe measured, beside earlier measurements of the devices.
+    """Save the speed of a link that a probe measured, in addition to earlier measurements.
 
     Errors of writing the file are ignored.
     """
@@ -92,7 +92,7 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
 def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
     """Return the measured link of the largest group among these devices, or None.
 
-    If several groups are equally large, it is the slowest of them.
+    If several groups are equally large, their slowest link is returned.
     """
     newest = _find_newest(devices, driver)
     widest = max(map(len, newest), default=0)
@@ -105,7 +105,10 @@ def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
 
 
 def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str], LinkMeasurement]:
-    """Return the newest successful measurement of each set of devices, keyed by their ids."""
+    """Return the newest successful measurement for each set of devices, by the ids of the devices.
+
+    Only measurements over the transport that this environment selects are used.
+    """
     known = {device.id for device in devices}
     transport = find_transport(devices)
     variables = write_variables(switches_of(transport)) if transport == SET_HERE else ""
@@ -114,14 +117,13 @@ def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str],
         for measurement in record.measurements:
             ids = _ids_of(record, measurement)
             is_same = (measurement.transport, measurement.variables) == (transport, variables)
-            # only successful measurements with this environment's transport count
             if is_same and measurement.outcome == "ok" and ids <= known:
                 found[ids] = measurement
     return found
 
 
 def _list_records(driver: str) -> list[LinkRecord]:
-    """Return the records of this driver, oldest first."""
+    """Return the stored records of measurements with this driver, oldest first."""
     folder = state_folder() / "links"
     read = [_read(path) for path in sorted(folder.glob("*.json"))[:MOST_RECORDS]]
     own = [record for record in read if record is not None and record.driver == driver]
@@ -135,7 +137,10 @@ def _read(path: Path) -> LinkRecord | None:
 
 
 def _ids_of(record: LinkRecord, measurement: LinkMeasurement) -> frozenset[str]:
-    """Return the ids of the devices that a stored measurement was made between."""
+    """Return the ids of the devices between which a link was measured.
+
+    `record` is the stored file that has the measurement.
+    """
     pairs = zip(record.devices, record.labels, strict=False)
     return frozenset(identity for identity, label in pairs if label in measurement.devices)
 

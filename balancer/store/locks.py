@@ -42,7 +42,7 @@ Note = dict[str, object]  # the holder of a lock: pid and run
 def lock_run(folder: Path) -> ExitStack:
     """Lock a run's folder until the result is closed.
 
-    Raises RequestError if another process has it locked.
+    Raises RequestError if another process has locked it.
     """
     with ExitStack() as held:
         holder = _lock_own_file(held, folder / "lock", {"pid": os.getpid()})
@@ -55,7 +55,7 @@ def lock_run(folder: Path) -> ExitStack:
 
 
 def is_running(run: str) -> bool:
-    """Return whether a process has the run open."""
+    """Return whether any process is working on the run."""
     # such a process holds the run's lock
     try:
         descriptor = os.open(
@@ -86,9 +86,9 @@ def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") ->
 
 
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Lock devices, also on other hosts, until the result is closed.
+    """Lock devices, on this host and on others, until the result is closed.
 
-    Raises DeviceError if another search has one locked.
+    Raises DeviceError if another search has locked one of them.
     """
     with ExitStack() as held:
         for host, own in group_by_host(devices).items():
@@ -100,7 +100,7 @@ def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Lock devices of this host against searches of this user and of others.
+    """Lock devices of this host, so that no other search by any user can use them.
 
     Raises DeviceError if one is locked, and RequestError if a lock file can't be written.
     """
@@ -120,9 +120,9 @@ def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
-    """Lock the devices' files in sysfs, which searches of all users see.
+    """Lock the devices' files in sysfs, which the searches of all users can see.
 
-    Raises DeviceError if one is locked.
+    Raises DeviceError if one of them is locked already.
     """
     with ExitStack() as held:
         for device in devices:
@@ -131,10 +131,11 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
         return held.pop_all()
 
 
-def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
-    """Lock a file and write the holder into it; return the holder if it is locked already.
+def _lock_own_file(locks: ExitStack, path: Path, note: Note) -> Note | None:
+    """Lock a file, and write into it who holds the lock.
 
-    The lock is held until `held` is closed. Raises RequestError if the file can't be written.
+    Returns None on success. If the file is locked already, returns its holder. `locks` collects the
+    lock, which is held until `locks` is closed. Raises RequestError if the file can't be written.
     """
     remedy = (
         "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
@@ -142,7 +143,7 @@ def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
     with as_request_error(f"The lock {path} can't be taken", remedy):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        held.callback(os.close, descriptor)
+        locks.callback(os.close, descriptor)
         try:
             _lock(descriptor)
         except BlockingIOError:
@@ -152,14 +153,14 @@ def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
     return None
 
 
-def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """Lock a device's file in sysfs, so that searches of other users see it.
+def _lock_kernel_file(locks: ExitStack, device: Device, path: Path) -> None:
+    """Lock a device's file in sysfs, so that searches of other users see that it is in use.
 
     Nothing happens if the file can't be opened. Raises DeviceError if it is locked already.
     """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        held.callback(os.close, descriptor)
+        locks.callback(os.close, descriptor)
         pid = try_lock(descriptor)
         if pid is not None and pid != os.getpid():
             whose = "another evener"
@@ -178,9 +179,9 @@ def kernel_files(device: Device) -> list[Path]:
 
 
 def try_lock(descriptor: int) -> int | None:
-    """Lock an open file. Returns None on success, else the process id of the lock's holder.
+    """Try to lock an open file.
 
-    0 means that another, unknown process holds the lock.
+    Returns None on success, else the process id of the lock's holder, which is 0 if it is unknown.
     """
     for _ in range(TRIES):
         try:
@@ -232,7 +233,7 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """Return a lock's holder as text, such as " (process 12, run x)", or "" if unknown."""
+    """Return text about a lock's holder, such as " (process 12, run x)"; "" if unknown."""
     pid = note.get("pid")
     run = note.get("run")
     # the file may have been changed, so fields that evener wouldn't have written are left out

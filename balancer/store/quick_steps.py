@@ -8,14 +8,15 @@ windows: a low percentile of the windows' quick steps.
 Each window also has the time of a fixed matrix product on the same core
 (`evener/system/core_speed.py`). The same percentile of these times shows whether the core was at
 full speed in the fastest windows. Full speed is that of the fastest product of both runs. A run's
-steps are corrected if its core was slower. How much of a core's slowdown the steps have is
-estimated from the windows of both runs: steps that wait for a GPU have none. The interval is then
-wider, because different code is slowed differently. If a run's core was never at full speed, the
-interval is so wide that a slowdown is rarely certain.
+steps are corrected if its core was slower. Not all steps slow down as much as the core does: steps
+that wait for a GPU don't slow down at all. So the correction is estimated from the windows of both
+runs. The interval is then wider, because different code is slowed differently. If a run's core was
+never at full speed, the interval is so wide that a slowdown is rarely certain.
 
-The product and the quick steps of a single window aren't compared, because both were timed at
-different moments. On a machine whose 44 CPUs were all busy, the mean of windows corrected one by
-one differed by 4 to 6 % between equal runs of a minute; corrected fastest windows by 2 %.
+The product and the quick steps of a single window aren't compared, because they were timed at
+different moments. On a machine whose 44 CPUs were all busy, correcting each window on its own gave
+means that differed by 4 to 6 % between equal runs of a minute; the corrected fastest windows
+differed by 2 %.
 
 The functions have no side effects.
 """
@@ -46,10 +47,10 @@ ALIKE_WINDOWS = 4
 
 
 class QuickWindow(NamedTuple):
-    """Quick-step time of a window of training steps, and the speed of its CPU core.
+    """The time of the quick steps in a window of training steps, and the speed of the CPU core.
 
-    Both are in seconds. The core's speed is the time that a fixed matrix product took beside the
-    steps.
+    Both are in seconds. The core's speed is the time that a fixed matrix product took, which was
+    timed between the steps.
     """
 
     step_s: float  # of a quick step, per sample
@@ -57,7 +58,7 @@ class QuickWindow(NamedTuple):
 
 
 class QuickStep(NamedTuple):
-    """A training run's quick-step time at full speed of its CPU core, in seconds per row.
+    """A training run's quick-step time in seconds per row, with its CPU core at full speed.
 
     `error` is relative.
     """
@@ -67,9 +68,10 @@ class QuickStep(NamedTuple):
 
 
 class Slope(NamedTuple):
-    """How much steps slow down on a slower core, relative to the fixed matrix product.
+    """How much steps slow down on a slower core, relative to a fixed matrix product.
 
-    1 means as much as the product; 0 means not at all, as for steps that wait for a GPU.
+    1 means that steps slow down as much as the product. 0 means that they don't slow down at all,
+    like steps that wait for a GPU.
     """
 
     mean: float
@@ -82,8 +84,9 @@ def compare_quick_steps(
     """Estimate the quick steps of two runs as if their cores had been equally fast.
 
     The second value is the uncertainty that this correction adds to the ratio of the two steps:
-    half of a 95 % interval, as a fraction. Without `same_product`, the runs timed different matrix
-    products, for example because of the version of numpy, and their cores count as equally fast.
+    half of a 95 % interval, as a fraction. If `same_product` is False, the runs timed different
+    matrix products, for example because their versions of numpy differ. Their cores then count as
+    equally fast.
     """
     slowed = _find_slowed(trainings, same_product)
     slope = find_slope(trainings) if any(slowed) else Slope(0.0, 0.0)
@@ -99,9 +102,9 @@ def compare_quick_steps(
 
 
 def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool) -> list[float]:
-    """Return the logarithm of how many times slower each run's core was than the fastest one.
+    """Return by which factor each run's core was slower than the fastest one, as a logarithm.
 
-    0 for all runs if the core speeds can't be compared.
+    0 for all runs if the speeds of their cores can't be compared.
     """
     if not same_product or not all(
         window.core_s > 0 for training in trainings for window in training
@@ -116,10 +119,10 @@ def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool)
 def find_slope(trainings: Sequence[Sequence[QuickWindow]]) -> Slope:
     """Estimate how much steps slow down on a slower core, relative to the fixed matrix product.
 
-    Regresses log step time on the log time of the fixed product, with a common slope for all runs
-    (analysis of covariance; Snedecor and Cochran, Statistical Methods, chapter 18). The noise of
-    the product is corrected for, and the result is combined with a prior, weighted by precision
-    (Gelman et al., Bayesian Data Analysis, section 2.5).
+    This is a regression of the log step time on the log time of the product, with a common slope
+    for all runs (analysis of covariance; Snedecor and Cochran, Statistical Methods, chapter 18). It
+    is corrected for the noise of the product. The result is combined with a prior, weighted by
+    precision (Gelman et al., Bayesian Data Analysis, section 2.5).
     """
     steps = [step for windows in trainings for step in _center([each.step_s for each in windows])]
     cores = [core for windows in trainings for core in _center([each.core_s for each in windows])]
@@ -139,16 +142,16 @@ def find_slope(trainings: Sequence[Sequence[QuickWindow]]) -> Slope:
 
 
 def _center(values: Sequence[float]) -> list[float]:
-    """Return the logarithms of the values, minus their mean."""
+    """Return the logarithms of the values, minus the mean of these logarithms."""
     logs = [math.log(value) for value in values]
     mean = fmean(logs)
     return [log - mean for log in logs]
 
 
-def _find_quantile(values: Sequence[float], part: float) -> float:
-    """Return a quantile with linear interpolation; `part` is from 0 to 1."""
+def _find_quantile(values: Sequence[float], fraction: float) -> float:
+    """Return a quantile with linear interpolation; `fraction` is from 0 to 1."""
     ordered = sorted(values)
-    place = part * (len(ordered) - 1)
+    place = fraction * (len(ordered) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])

@@ -80,7 +80,7 @@ class RunSummary(msgspec.Struct, frozen=True):
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A past search as read from its journal; `end` is None if it found no plan."""
+    """A past search, as read from its journal. `end` is None if it found no plan."""
 
     record: JournalContents
     end: Finished | None
@@ -94,7 +94,7 @@ class StoredRun(msgspec.Struct, frozen=True):
 
     @property
     def plan(self) -> Plan | None:
-        """The run's plan, or None."""
+        """The run's plan, or None if it has none."""
         return self.end.plan if self.end is not None else None
 
     def require_plan(self) -> Plan:
@@ -132,9 +132,9 @@ def errors_path(run: str) -> Path:
 
 
 def find(name: str) -> str:
-    """Return the id of a search, found by its id, a unique prefix of the id, or "last".
+    """Return the id of a search, given its id, a unique prefix of the id, or "last".
 
-    Raises RequestError if there is none, or if it has measured nothing.
+    Raises RequestError if there is no such search, or if it has measured nothing.
     """
     newest = reversed(_list_ids()) if name == "last" else ()
     searches = (run for run in newest if not _is_training(run) and _has_begun(run))
@@ -152,9 +152,9 @@ def find(name: str) -> str:
 
 
 def find_any(name: str) -> str:
-    """Return the id of a search or training run, found by its id, a unique prefix, or "last".
+    """Return the id of a search or training run, given the id, a unique prefix of it, or "last".
 
-    Raises RequestError if there is none.
+    Raises RequestError if there is no such run.
     """
     runs = _list_ids()
     last = next(filter(_has_begun, reversed(runs)), None) if name == "last" else None
@@ -187,7 +187,8 @@ def load_training(run: str) -> RecordedTraining | None:
 def load_noise(name: str) -> NoiseEntry:
     """Return the gradient noise scale that a training run measured last.
 
-    "last" means the newest run that measured one. Raises RequestError if there is none.
+    With "last" as its name, the newest run that measured one is used. Raises RequestError if there
+    is none.
     """
     for run in reversed(_list_ids()) if name == "last" else [find_any(name)]:
         # for example, a training's journal is broken
@@ -236,7 +237,7 @@ def each_run() -> Iterator[RunSummary]:
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
-    """Return how fast later training runs with this search's plan were, or None without any."""
+    """Return how fast later training runs with this search's plan were; None if there are none."""
     trainings = []
     for newer in reversed(_list_ids()):
         if newer <= run:
@@ -259,10 +260,10 @@ def have_runs() -> bool:
 
 
 def load_run(name: str) -> StoredRun:
-    """Read a search by its id, a unique prefix of it, or "last".
+    """Read a search, given its id, a unique prefix of the id, or "last".
 
-    The plan of a search that was cut off is built from its measurements. Raises RequestError if
-    there is no such run, or its journal is broken.
+    If the search was cut off, its plan is built from its measurements. Raises RequestError if there
+    is no such run, or its journal is broken.
     """
     path = journal_path(find(name))
     record = journal.read(path)
@@ -270,16 +271,16 @@ def load_run(name: str) -> StoredRun:
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return the event that ended a run, with its plan in today's schema.
+    """Return the event that ended a run, with its plan converted to today's format.
 
-    If the run was cut off, the event is computed from its measurements; None if they give no plan.
+    If the run was cut off, the event is computed from its measurements. None if they give no plan.
+    `source` names the run in errors.
     """
     if record.ended is not None:
         return msgspec.structs.replace(
             record.ended, plan=parse_plan(to_json(record.ended.plan), source)
         )
     with suppress(NoLayoutError):
-        # the run was cut off
         return msgspec.structs.replace(recover(record), interrupted=True)
     return None
 
@@ -287,7 +288,7 @@ def _find_end(record: JournalContents, source: str) -> Finished | None:
 def delete_run(name: str) -> str:
     """Delete a run, and return its id.
 
-    Raises RequestError if there is none, or if it is still running.
+    Raises RequestError if there is no such run, or if it is still in progress.
     """
     run = find_any(name)
     if _is_training(run) and _summarize_run(run, defaultdict(list)).state == "running":
@@ -336,10 +337,11 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 
 
 def _summarize_run(run: str, trainings: Trainings) -> RunSummary:
-    """Return a run's row for the list of runs.
+    """Return a summary of a run for the list of runs.
 
-    A search's row includes how fast training runs with its plan were. These runs are newer, so pass
-    runs from newest to oldest, with the same `trainings` each time; it collects the training runs.
+    The summary of a search includes how fast training runs with its plan were. These are always
+    newer than the search. So call this function for the newest run first, and pass the same
+    `trainings` each time: training runs are added to it.
     """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
@@ -392,7 +394,7 @@ def _summarize_training(training: RecordedTraining) -> RunSummary:
 
 
 def _find_state(record: JournalContents) -> tuple[State, str]:
-    """Return a search's state, such as "failed", and the error that made it fail, or ""."""
+    """Return the state of a search, such as "failed", and the error if it failed, else ""."""
     if is_running(record.header.run):
         return "running", ""
     end = record.last_end
@@ -409,22 +411,25 @@ NOTHING = Facts()  # before any child has reported facts
 
 
 def make_search(
-    job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = (), spend_all: bool = False
+    job: Job,
+    facts: Facts = NOTHING,
+    observations: Iterable[Observation] = (),
+    spend_all: bool = False,
 ) -> Search:
-    """Return a search that starts with facts and outcomes from earlier probes.
+    """Return a search that already knows the facts and the outcomes of earlier probes.
 
-    With `spend_all`, it measures until its budget is spent.
+    With `spend_all`, it goes on measuring until its budget is spent.
     """
     problem = msgspec.structs.replace(job.problem, spend_all=True) if spend_all else job.problem
     search = Search(problem, job.request.compare or BALANCE)
     search.learn_data(facts)
-    for observation in seen:
+    for observation in observations:
         search.tell(observation)
     return search
 
 
 def recover(record: JournalContents) -> Finished:
-    """Build the result of an interrupted search from the outcomes in its journal.
+    """Compute the result of an interrupted search from the outcomes in its journal.
 
     Raises NoLayoutError if nothing was measured.
     """
@@ -441,7 +446,7 @@ def recover(record: JournalContents) -> Finished:
 
 
 def read_run(name: str) -> JournalContents:
-    """Read the journal of a search by its id, a unique prefix of it, or "last".
+    """Read the journal of a search, given its id, a unique prefix of the id, or "last".
 
     Raises RequestError if there is no such run, or its journal is broken.
     """
@@ -449,7 +454,7 @@ def read_run(name: str) -> JournalContents:
 
 
 def recorded_events(record: JournalContents) -> Iterator[Event]:
-    """Yield the events of a past search again; progress reports weren't recorded.
+    """Yield the events of a past search again, except for progress reports, which aren't recorded.
 
     Raises NoLayoutError at the end if the search failed.
     """
@@ -478,9 +483,9 @@ def recorded_events(record: JournalContents) -> Iterator[Event]:
 
 
 class EventReplay(EventThread):
-    """Thread that plays back the events of a past search, `speed` times as fast.
+    """Thread that plays the events of a past search again, `speed` times as fast.
 
-    Pauses between events are at most `longest_gap_seconds`.
+    Pauses between events last at most `longest_gap_seconds`.
     """
 
     def __init__(

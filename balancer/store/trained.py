@@ -25,9 +25,9 @@ SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """How fast training runs with a plan were, beside the throughput that the plan predicted.
+    """How fast training runs with a plan were, compared with the throughput that it predicted.
 
-    Throughput and reasons are from the newest run.
+    The throughput, and the reasons for being slow, are from the newest run.
     """
 
     trainings: int
@@ -41,14 +41,14 @@ class Trained(msgspec.Struct, frozen=True):
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Return as text why training is slower than predicted, as far as its journal shows."""
+        """Return text about why training is slower than predicted, as far as its journal shows."""
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
 def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained | None:
-    """Return how fast training runs with a plan were, or None if none used it.
+    """Return how fast training runs with a plan were, or None if no run used it.
 
-    `trainings` has the newest run first.
+    `trainings` are sorted from the newest run to the oldest.
     """
     parts = [_by_plan(plan, training) for training in trainings]
     parts = list(filter(_speeds, parts))
@@ -60,7 +60,7 @@ def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained |
 
 
 def _by_plan(plan: Plan, training: RecordedTraining) -> list[TrainingEntry]:
-    """Return those entries of a training run's journal that were written while it used the plan."""
+    """Return the entries of a training run's journal from the times when it used this plan."""
     entries: list[TrainingEntry] = []
     follows = False
     for entry in training.entries:
@@ -84,7 +84,7 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 
 
 def _explain_slowness(entries: Sequence[TrainingEntry]) -> Iterator[str]:
-    """Yield the reasons for being slow that a training run's journal shows."""
+    """Yield the reasons why a training run was slow, as far as its journal shows."""
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (
         ("input_s", "its first device waited for input in {part} of a step"),

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from evener.balancer.number_format import (
-    count_words,
     duration,
+    group_digits,
     milliseconds,
     percent,
     rate,
@@ -213,7 +213,7 @@ def _name(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> st
 def describe_summary(summary: TrainingSummary) -> list[str]:
     """Return a summary as lines of text for the terminal."""
     if summary.is_short:
-        steps = f"{count_words(summary.steps)} step{'' if summary.steps == 1 else 's'}"
+        steps = f"{group_digits(summary.steps)} step{'' if summary.steps == 1 else 's'}"
         few = f"{steps} after the first ones, too few to say more: {FEWEST_STEPS} are needed"
         return [few, *_describe_ranks(summary), *_describe_record(summary)]
     lines = [_describe_speed(summary), _describe_limits(summary), _describe_remedies(summary)]
@@ -225,7 +225,7 @@ def _describe_speed(summary: TrainingSummary) -> str:
     if summary.plan_samples_per_second:
         of = f"{percent(summary.of_plan)} of" if summary.of_plan else "beside"
         plan = f", {of} the plan's {rate(summary.plan_samples_per_second)}"
-    steps = f"{count_words(summary.steps)} steps in {duration(summary.seconds)}"
+    steps = f"{group_digits(summary.steps)} steps in {duration(summary.seconds)}"
     if summary.without_loader:
         per_second = summary.steps / summary.seconds if summary.seconds else 0.0
         return f"speed: {rate(per_second)} steps/s; {steps}; its rows come from no DataLoader"

@@ -85,7 +85,7 @@ def measure(group: Gpu, closer: bool = True) -> Timed:
         Timeouts(),
         progress,
         cast(Any, Watch()),
-        closer=closer,
+        measure_limits=closer,
     )
     return found.run(threading.Event(), time.monotonic(), 0, ())
 

@@ -30,9 +30,9 @@ def test_the_requested_engine_decides_the_number_of_processes(engine: str, child
     """The choice of `auto` doesn't matter then. A solo layout has no engine."""
     gpus = tuple(Device(f"GPU-{i}", i, "H200", "gpu", 1 << 30) for i in range(2))
     resolved = Job(Request(engine=engine), gpus, "keras_mnist", "tensorflow")
-    assert choose_engine(resolved, SPLIT.children) == engine
-    assert len(assign_devices(resolved, SPLIT.children)) == children
-    assert choose_engine(resolved, layout_of((8, 0)).children) == ""
+    assert choose_engine(resolved, SPLIT.group_key) == engine
+    assert len(assign_devices(resolved, SPLIT.group_key)) == children
+    assert choose_engine(resolved, layout_of((8, 0)).group_key) == ""
 
 
 @two_cores

@@ -51,7 +51,7 @@ def resolved_for(framework: str, *devices: Device) -> Job:
 
 def commands(framework: str, layout: Layout, *devices: Device) -> list[Build]:
     """Return the build command of each child of a layout."""
-    resolved, key = resolved_for(framework, *devices), layout.children
+    resolved, key = resolved_for(framework, *devices), layout.group_key
     assigned = assign_devices(resolved, key)
     environments = [child_environment(group, framework) for group in assigned]
     grouped = layout.kind == "split" and len(assigned) > 1
@@ -79,9 +79,9 @@ def test_how_a_split_is_kept_in_step(
 ) -> None:
     """One TensorFlow process drives free GPUs. Limited GPUs, and PyTorch, have one process each."""
     resolved = resolved_for(framework, gpu(0, limits[0]), gpu(1, limits[1]))
-    assert choose_engine(resolved, SPLIT.children) == engine
-    assert runs_in_one_process(resolved, SPLIT.children) == (engine == "towers")
-    assert choose_engine(resolved, solo(2, 0, 8).children) == ""
+    assert choose_engine(resolved, SPLIT.group_key) == engine
+    assert runs_in_one_process(resolved, SPLIT.group_key) == (engine == "towers")
+    assert choose_engine(resolved, solo(2, 0, 8).group_key) == ""
 
 
 def test_the_ranks_of_a_group_have_peers_and_their_own_limits() -> None:
@@ -113,20 +113,20 @@ def test_a_pack_is_as_many_children_without_a_group() -> None:
     found = commands("torch", Layout("pack", (0, 8), 3), gpu(0), gpu(1))
     assert len(found) == 3
     assert {command.setup.peers for command in found} == {()}
-    resolved, key = resolved_for("torch", gpu(0), gpu(1)), Layout("pack", (0, 8), 3).children
+    resolved, key = resolved_for("torch", gpu(0), gpu(1)), Layout("pack", (0, 8), 3).group_key
     environments = [child_environment(group, "torch") for group in assign_devices(resolved, key)]
     assert map_ranks(resolved, key, environments, {}).positions == (1, 1, 1)
 
 
 def test_layouts_that_need_other_children_have_other_keys() -> None:
     """Devices, kind, processes, placement and knobs matter; sizes don't."""
-    assert layout_of((8, 4)).children == layout_of((2, 90)).children
+    assert layout_of((8, 4)).group_key == layout_of((2, 90)).group_key
     different = {
-        layout_of((8, 4)).children,
-        layout_of((8, 0)).children,
-        Layout("pack", (8, 0), 2).children,
-        Layout("place", (8, 4), 1, "halves").children,
-        Layout("split", (8, 4), knobs=("xla",)).children,
+        layout_of((8, 4)).group_key,
+        layout_of((8, 0)).group_key,
+        Layout("pack", (8, 0), 2).group_key,
+        Layout("place", (8, 4), 1, "halves").group_key,
+        Layout("split", (8, 4), knobs=("xla",)).group_key,
     }
     assert len(different) == 5
 
@@ -197,21 +197,21 @@ def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:
     budget, split, alone = (
         MemoryBudget(crowd._devices, available_memory_bytes),
         Probe(layout_of((1, 1)), Stage.SPLIT, 0.1),
-        solo(2, 0, 1).children,
+        solo(2, 0, 1).group_key,
     )
     budget.record_held(0, 1, 4 * MIB)
     assert budget.groups_to_end((split,), {alone: {0: 4 * MIB}}) == []
-    other = solo(2, 1, 1).children
+    other = solo(2, 1, 1).group_key
     assert budget.groups_to_end((split,), {alone: {0: 4 * MIB}, other: {1: 4 * MIB}}) == [other]
 
 
 def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> None:
     """What would fit beside them on an empty device doesn't fit on a half-full one."""
-    budget, key = MemoryBudget(crowd._devices, available_memory_bytes), layout_of((1, 1)).children
+    budget, key = MemoryBudget(crowd._devices, available_memory_bytes), layout_of((1, 1)).group_key
     budget.record_held(0, 100, 400 * MIB)
     probe, idle = Probe(solo(2, 0, 100), Stage.SOLO, 0.1), {key: {0: 400 * MIB, 1: MIB}}
     assert budget.groups_to_end((probe,), idle) == []
-    budget.record_short(0, 500 * MIB)
+    budget.record_taken(0, 500 * MIB)
     assert budget.groups_to_end((probe,), idle) == [key]
 
 
@@ -223,9 +223,9 @@ def test_idle_children_go_if_their_allocator_may_hold_all_memory(crowd: ChildPro
     budget, own = MemoryBudget(crowd._devices, available_memory_bytes), solo(2, 0, 100)
     budget.record_held(0, 100, 4 * MIB)
     budget.record_held(1, 100, 4 * MIB)
-    idle = {own.children: {0: budget.whole(0)}}
+    idle = {own.group_key: {0: budget.usable_bytes(0)}}
     split = Probe(layout_of((100, 100)), Stage.SPLIT, 0.1)
-    assert budget.groups_to_end((split,), idle) == [own.children]
+    assert budget.groups_to_end((split,), idle) == [own.group_key]
     assert budget.groups_to_end((Probe(own, Stage.SOLO, 0.1),), idle) == []
     assert budget.groups_to_end((Probe(solo(2, 1, 100), Stage.SOLO, 0.1),), idle) == []
 
@@ -246,7 +246,7 @@ def test_trainings_of_a_pack_share_the_hosts_cores() -> None:
 def test_a_slowed_rank_and_its_own_work_go_by_the_cores_that_its_step_kept_busy_alone() -> None:
     """They are known from its solo probe, or else its threads count. The build command has them."""
     wide = Device("cpu-0-of-1", 0, "CPU", "cpu", None, tuple(range(4)), Limit(percent=50.0))
-    resolved, key = resolved_for("none", wide, wide), SPLIT.children
+    resolved, key = resolved_for("none", wide, wide), SPLIT.group_key
     environments = [ChildEnvironment({}, threads=4)] * 2
     ranks = map_ranks(resolved, key, environments, {1: 2.5})
     assert ranks.busy_cores == (4.0, 2.5)

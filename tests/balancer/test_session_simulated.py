@@ -124,7 +124,7 @@ def test_shares_that_nothing_was_compared_with_are_not_recommended() -> None:
         "measure_again",
         "uncompared",
     )
-    assert any("--resume" in step for step in write_next_steps("run", hasty, "", measured=True))
+    assert any("--resume" in step for step in write_next_steps("run", hasty, "", has_measured=True))
     calm = ended(drive(msgspec.structs.replace(PAIR, budget_seconds=30.0)))
     assert calm.found is not None
     assert calm.found.recommendation is not None

@@ -85,7 +85,7 @@ def test_many_lone_steps_tell_their_noise_though_first_steps_take_longer(
     for _ in range(200):
         steps = [8.0 * rng.gauss(1, noise) for _ in range(10)]
         firsts = [8.0 * (1 + longer) * rng.gauss(1, noise) for _ in range(10)]
-        errors.append(stats.lone_error_of(list(zip(firsts, steps, strict=True))))
+        errors.append(stats.typical_single_step_error(list(zip(firsts, steps, strict=True))))
     usual = median(errors)
     assert 1.5 * noise < usual < max(3.5 * noise, 0.05)
-    assert stats.lone_error_of([]) == stats.lone_error(0.0, 8.0)
+    assert stats.typical_single_step_error([]) == stats.single_step_error(0.0, 8.0)

@@ -219,9 +219,9 @@ def test_no_step_leads_to_a_plan_that_is_advised_against() -> None:
     ):
         ended = draw_outcome(random.Random(0))[0]
         finished = msgspec.structs.replace(ended, found=found, interrupted=False)
-        steps = write_next_steps("run", finished, "", measured=True)
+        steps = write_next_steps("run", finished, "", has_measured=True)
         assert any("evener export" in step for step in steps) == pushed
-        (written, *_) = write_next_steps("run", finished, "a.toml", measured=True)
+        (written, *_) = write_next_steps("run", finished, "a.toml", has_measured=True)
         assert written == "plan written to a.toml"
 
 
@@ -241,7 +241,7 @@ def test_the_advice_of_one_device_has_its_command() -> None:
 
     def steps(found: Verdict, plan: Plan = plan) -> tuple[str, ...]:
         finished = msgspec.structs.replace(ended, found=found, plan=plan, interrupted=False)
-        return write_next_steps("run", finished, "", measured=True)
+        return write_next_steps("run", finished, "", has_measured=True)
 
     for_one = judged(result(SPLIT, 1000), [tied])
     assert for_one.recommendation is not None

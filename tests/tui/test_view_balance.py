@@ -25,7 +25,7 @@ from evener.balancer.session_state import (
     chosen_layout,
     curves,
     first_state,
-    largest_run,
+    largest_pass_run,
     own_speed,
     rivals,
     seconds_left,
@@ -210,7 +210,7 @@ def test_a_largest_batch_that_ran_is_no_prediction(events: Any) -> None:
     )
     assert " fits 1024, 1310 not" in _text(lane_lines(known, 118, 9)[0])
     assert [
-        (largest_run(state, device), curves(state)[device].largest_tested) for device in (0, 1)
+        (largest_pass_run(state, device), curves(state)[device].largest_tested) for device in (0, 1)
     ] == [
         (1024, 1024),
         (710, 710),
@@ -431,7 +431,7 @@ def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(
     events: Any, script: Any
 ) -> None:
     before = _after(events, 9)
-    state = first_state([script.device(0), script.device(1)], "keras_maxer", kept=before.seen)
+    state = first_state([script.device(0), script.device(1)], "keras_maxer", previous=before.seen)
     assert "6 probes, 1 out of memory" in _text(search_lines(state, 100, 10))
     assert "GPU:0 alone" in _text(rival_lines(state, 100, 8))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evener.balancer.number_format import count_words
+from evener.balancer.number_format import group_digits
 from evener.balancer.result.sentences import write_next_steps
 from evener.balancer.store import runs
 from evener.errors import EvenerError
@@ -24,7 +24,7 @@ def closing_lines(run: str, path: str, width: int | None) -> list[str]:
     head = plain(f"run {run}: {found.header.workload}", 1000)
     if found.end is None:
         count = len(found.record.observations)
-        measured = f"{count_words(count)} measurement{'s' * (count != 1)}, and no plan yet"
+        measured = f"{group_digits(count)} measurement{'s' * (count != 1)}, and no plan yet"
         return [f"{head}, {measured}", f"to go on: evener balance --resume {run}"]
     steps = list(write_next_steps(run, found.end, path, True))
     if not any("--resume" in step for step in steps):

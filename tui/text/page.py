@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from evener.balancer.journal import Header
-from evener.balancer.number_format import count_words, duration, percent, rate
+from evener.balancer.number_format import duration, group_digits, percent, rate
 from evener.balancer.session_state import RatedLayout
 from evener.balancer.statistics import is_known
 from evener.balancer.types import Timed
@@ -192,7 +192,7 @@ def _describe_curve(curve: MeasuredCurve) -> str:
     if not curve.points:
         return ": not measured alone"
     batch, speed = max(curve.points, key=lambda point: point[1])
-    return f": {rate(speed)} samples/s at {count_words(batch)}"
+    return f": {rate(speed)} samples/s at {group_digits(batch)}"
 
 
 def _curves(report: ReportData) -> str:

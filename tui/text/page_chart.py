@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from evener.balancer.number_format import count_words
+from evener.balancer.number_format import group_digits
 from evener.balancer.result.learning import Point
 
 from .run_report import MeasuredCurve
@@ -115,14 +115,14 @@ def _draw_ticks(axes: _Axes) -> Iterable[str]:
     for batch in round_log_ticks(axes.low, axes.high):
         x = axes.x(batch)
         yield f'<path class="grid" d="M{x:.1f} {bottom}v4"/>'
-        yield _text(x, bottom + 17, count_words(round(batch)), "middle")
+        yield _text(x, bottom + 17, group_digits(round(batch)), "middle")
     yield _text(LEFT - 6, 11, "samples/s", "middle")
     yield _text(right, HIGH - 3, "batch", "end")
 
 
 def _write_tick(speed: float) -> str:
     """Return the label of a tick on the speed axis."""
-    return count_words(round(speed)) if speed == round(speed) else f"{speed:g}"
+    return group_digits(round(speed)) if speed == round(speed) else f"{speed:g}"
 
 
 def _draw_curve(axes: _Axes, curve: MeasuredCurve, colour: str, number: int) -> Iterable[str]:

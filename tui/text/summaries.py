@@ -12,8 +12,8 @@ from evener.balancer.events import Event, Observed, Started
 from evener.balancer.jobs import SIMULATED
 from evener.balancer.number_format import (
     STATE_ONLY,
-    count_words,
     duration,
+    group_digits,
     half_width,
     join_words,
     percent,
@@ -431,7 +431,7 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
     """
     lines = []
     own = plan_rate(plan, tuple(labels))
-    for rival in plan_rivals(plan, tuple(labels), at_batch=True):
+    for rival in plan_rivals(plan, tuple(labels), at_plan_batch=True):
         if rival.batches == own.batches and plan.layout.traits.by_shares:  # the plan itself
             continue
         if rival.kind == "sum" and len(plan.layout.active) == 1:  # one device can't reach the sum
@@ -542,7 +542,7 @@ def _report_entries(training: RecordedTraining) -> Iterator[str]:
                 last = not isinstance(following, SpeedEntry)
                 if last or abs(steps - last_printed) > WORTH_SAYING * max(steps, last_printed):
                     speed = f"{steps:.3g} steps/s, {rate(entry.samples_per_second)} samples/s"
-                    yield f"  {_clock(entry.at)}  step {count_words(entry.step)}: {speed}"
+                    yield f"  {_clock(entry.at)}  step {group_digits(entry.step)}: {speed}"
                     last_printed = steps
             case ChangeEntry(change=change):
                 before = "+".join(map(str, change.before))
@@ -563,7 +563,7 @@ def _noise_sentences(training: RecordedTraining) -> Iterator[str]:
     for entry in found[-1:]:
         first = found[0].scale
         moved = first.high < entry.scale.low or entry.scale.high < first.low
-        before = f"; at first {count_words(round(first.rows))}" if moved else ""
+        before = f"; at first {group_digits(round(first.rows))}" if moved else ""
         yield f"{describe(entry.scale, entry.batch, entry.step)}{before}"
 
 

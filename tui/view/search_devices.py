@@ -9,7 +9,7 @@ from evener.balancer.session_state import (
     SessionState,
     best_solo,
     chosen_layout,
-    largest_run,
+    largest_pass_run,
     own_speed,
     smallest_out_of_memory,
 )
@@ -179,7 +179,7 @@ def _largest_that_fits(row: SearchDeviceRow) -> str:
 
     A prediction is marked with "~".
     """
-    ran = largest_run(row.state, row.device)
+    ran = largest_pass_run(row.state, row.device)
     curves = row.state.belief.curves if row.state.belief else ()
     sketch = next((curve for curve in curves if curve.device == row.device), None)
     if sketch is None or sketch.largest_batch is None or not ran:

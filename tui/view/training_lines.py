@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from evener.balancer.number_format import (
-    count_words,
     duration,
+    group_digits,
     percent,
     rate,
     step_time,
@@ -151,7 +151,7 @@ _COLUMNS: tuple[Column[TrainingRow], ...] = (
         needs=110,
     ),
     Column("ranks", ("ranks",), (6,), text_cell(_ranks)),
-    Column("step", ("step",), (7, 9), text_cell(lambda row: count_words(row.step))),
+    Column("step", ("step",), (7, 9), text_cell(lambda row: group_digits(row.step))),
     Column("speed", ("samples/s",), (9,), lambda row, _: _speed(row.samples_per_second)),
     Column(
         "tokens",
@@ -430,5 +430,5 @@ def _change_text(change: ShareChange, at_seconds: float) -> str:
     before, after = (" + ".join(map(str, shares)) for shares in (change.before, change.after))
     ago = duration(max(0.0, at_seconds - change.at))
     return (
-        f"Step {count_words(change.step)}, {ago} ago: {plain(change.reason)}; {before} to {after}."
+        f"Step {group_digits(change.step)}, {ago} ago: {plain(change.reason)}; {before} to {after}."
     )

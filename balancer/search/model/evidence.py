@@ -238,15 +238,15 @@ def _throttled_until_now(store: Observations, position: int) -> list[Timed]:
     # the last check decides; without one, all splits and turns of the race
     last = checks[-1:] or later
     # throttling may be brief, so a single measurement isn't enough
-    if len(later) < 2 or not all(one.held_back(position) for one in last):
+    if len(later) < 2 or not all(one.was_throttled(position) for one in last):
         return []
-    return [one for one in checks or later if one.held_back(position)]
+    return [one for one in checks or later if one.was_throttled(position)]
 
 
 def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
     """Yield the device's step times from measurements in which no device was throttled."""
     timed = (observation for observation in seen if isinstance(observation, Timed))
-    return read_points([one for one in timed if not one.held_back()], position)
+    return read_points([one for one in timed if not one.was_throttled()], position)
 
 
 def read_points(
@@ -264,7 +264,7 @@ def read_points(
         if isinstance(observation, Timed)
     ]
     measured = [(one, seconds) for one, seconds in measured if seconds]
-    unthrottled = [(one, seconds) for one, seconds in measured if not one.held_back(position)]
+    unthrottled = [(one, seconds) for one, seconds in measured if not one.was_throttled(position)]
     if unthrottled and slowdown == 1:
         measured = unthrottled
     # A probe ends once its interval is narrow enough, so an error is often too small by chance. It
@@ -275,7 +275,7 @@ def read_points(
         layout = one.probe.layout
         error = step_error(one)
         expected = noise / math.sqrt(max(1, one.steps))
-        seconds_now = seconds if one.held_back(position) else slowdown * seconds
+        seconds_now = seconds if one.was_throttled(position) else slowdown * seconds
         yield Point(
             layout.shares[position],
             seconds_now,
@@ -287,7 +287,7 @@ def read_points(
 def _typical_noise(seen: Iterable[Timed]) -> float:
     """Return the relative standard deviation of a single step, as a median of all probes."""
     # a probe with a single step doesn't show its noise
-    certain = (timed for timed in seen if not timed.lone)
+    certain = (timed for timed in seen if not timed.is_single_step)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
     return median(noises or [0.0])
 
@@ -353,7 +353,7 @@ def step_error(timed: Timed) -> float:
 
     If the probe timed a single step, which has no interval, it is a typical value.
     """
-    return LONE_ERROR if timed.lone else relative_error(timed)
+    return LONE_ERROR if timed.is_single_step else relative_error(timed)
 
 
 # ---------------------------------------------------------------------- equally fast devices
