@@ -182,7 +182,7 @@ def _describe_set_link(
     may be faster, or may work where the selected one fails.
 
     - `name`: the name of the check.
-    - `summary`: the measured speeds as text, with which the check's own text begins.
+    - `summary`: the measured speeds as text; the text of the check begins with it.
     - `others`: measurements over all transports other than the default one.
     """
     variables = write_variables(switches_of(selected))

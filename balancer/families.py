@@ -227,7 +227,7 @@ class EvenFamily(Family):
         return view.even_splits
 
     def title(self, layout: Layout, devices: int, is_second: bool = False) -> str:
-        """Return "equal shares", and how many devices have one if it isn't all of them."""
+        """Return "equal shares" or, if some devices have none, "equal shares over 2"."""
         count = len(layout.active)
         name = EQUAL_SHARES if count == devices else f"equal shares over {count}"
         return f"other {name}" if is_second else name
@@ -259,7 +259,7 @@ class SplitFamily(Family):
         """Describe a layout in words, such as "826 + 571 on GPU:0 + GPU:1".
 
         If rows are assigned by their computing time instead of their number, the text has each
-        device's fraction of it.
+        device's fraction of that time.
         """
         where = write_devices(layout, labels)
         if not layout.costs:

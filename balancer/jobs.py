@@ -151,7 +151,10 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """Return a warning if TensorFlow will open servers that run anyone's code."""
+    """Return a warning if TensorFlow will open network servers.
+
+    Such servers run code for anyone who can reach them.
+    """
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
     if len(job.devices) < 2 or choose_group_engine(job, job.devices) in ONE_PROCESS:

@@ -158,7 +158,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """The last entry about an end of the search: it ended with a plan, or with an error.
+        """The entry with which the search last ended: with a plan, or with an error.
 
         None if it was killed before its end, or if it was resumed and hasn't ended since.
         """

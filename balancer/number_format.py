@@ -58,7 +58,7 @@ def write_share(batch: int, micro: int) -> str:
 def relative_error(value: float, low: float, high: float) -> float:
     """Return half of the interval's width relative to the value, or 0 if the value is 0.
 
-    If the upper bound is farther from the value than the lower one, its distance is used instead.
+    If the upper bound is farther from the value than the lower one, the distance to it is used.
     """
     # near 0, an interval may be lopsided
     return max(high - value, (high - low) / 2) / value if value else 0.0

@@ -1,4 +1,4 @@
-"""What the user asks of a search, and the job that it is resolved to."""
+"""A user's request for a search, and the job that it is resolved to."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class Session(EventThread):
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start timers that end the search if probes still run after the budget."""
+        """Start timers that end the search if probes still run after the budget is spent."""
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
             # a simulated prober stops its own probes

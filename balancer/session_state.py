@@ -140,7 +140,7 @@ def chosen_layout(state: SessionState) -> Layout | None:
 
 
 def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
-    """Return the smallest number of rows at once for which a device alone ran out of memory.
+    """Return the smallest micro-batch, in rows, with which a device ran out of memory alone.
 
     None if that hasn't happened.
     """
@@ -153,7 +153,7 @@ def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
 
 
 def largest_pass_run(state: SessionState, device: int) -> int:
-    """Return the most rows that a device has computed at once; 0 if no probe succeeded."""
+    """Return the largest micro-batch, in rows, that ran on a device; 0 if no probe succeeded."""
     return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
 

@@ -120,7 +120,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def by_rows(self) -> bool:
-        """Whether shares are numbers of rows, so that rows aren't assigned by their length."""
+        """Whether shares are numbers of rows, whatever the lengths of the rows are."""
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:

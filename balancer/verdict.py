@@ -89,7 +89,7 @@ Action = Literal[
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """What the user should do next, such as to train with the plan or to measure again."""
+    """What the user should do next, such as train with the plan or measure again."""
 
     action: Action
     devices: tuple[str, ...]
@@ -246,7 +246,7 @@ class TakenMemory(msgspec.Struct, frozen=True):
 
 
 class CodeLimit(msgspec.Struct, frozen=True):
-    """The number of rows at once above which the user's code fails with an error."""
+    """The micro-batch size above which the user's code fails with an error."""
 
     rows: int  # the most rows that ran below the limit
     failed_rows: int  # the fewest rows that failed

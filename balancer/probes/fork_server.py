@@ -225,7 +225,7 @@ def adopt_orphans() -> None:
 
 
 class ForkedChild(Protocol):
-    """A process in the view of its fork server, which sets its process id and reports its exit."""
+    """A forked process, whose process id and exit are recorded here by its fork server."""
 
     pid: int  # 0 until it runs
 

@@ -324,7 +324,8 @@ class RemoteHost:
     def _recover(self, generation: int) -> bool:
         """Restart the HostService after it has died; its probe processes count as killed.
 
-        Returns False if it can't be restarted.
+        `generation` is how often it had been restarted when the failed call began. Returns False if
+        it can't be restarted.
         """
         if self._closed.is_set() or not self.service.restart(generation):
             return False

@@ -100,7 +100,7 @@ class LinkRank:
         self._rank = 0
 
     def execute(self, command: LinkCommand) -> Iterator[LinkReply]:
-        """Execute a command of the parent, and yield each reply when it is due.
+        """Execute a command of the parent, and yield each reply as soon as it can be sent.
 
         Raises ValueError if all-reduces are requested before the ranks have joined.
         """

@@ -85,7 +85,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """A task of the ranks as words for error messages, such as "join" and "joined"."""
+    """A task of the ranks as two forms of a verb, such as "join" and "joined", for errors."""
 
     verb: str
     past: str
@@ -119,9 +119,9 @@ def measure_links(
 ) -> tuple[LinkMeasurement, ...]:
     """Measure all-reduces between each pair of devices, and between all of them together.
 
-    GPUs are measured over each transport. `report` is called after each measurement; `program` is
-    the command that runs a rank. For a link that fails over NCCL's default transport, the
-    environment variables that make it work are searched too.
+    GPUs are measured over each transport. If a link fails over NCCL's default transport, this
+    function also looks for environment variables with which it works. `report` is called after each
+    measurement; `program` is the command that runs a rank.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:
@@ -350,7 +350,7 @@ class LinkGroup:
     ) -> list[_Reply]:
         """Wait for a reply of this kind from each member; return them in the order of `members`.
 
-        `task` is what the ranks were to do, for error messages. If `late_seconds` is given, the
+        `task` names in error messages what the ranks are doing. If `late_seconds` is given, the
         other ranks have only this long after the first reply. Raises LinkError if a rank fails or
         doesn't reply in time.
         """

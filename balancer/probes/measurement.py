@@ -234,7 +234,7 @@ class Measurement:
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """Return the step time with a batch that stays in memory. A warm-up comes before it."""
+        """Warm up, and then measure the step time with a batch that stays in memory."""
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         # a warm-up, because cores and GPUs that have waited for rows are slower at first
         self._time_kept_for(seconds / 2, step_seconds, stop)

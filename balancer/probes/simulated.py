@@ -87,9 +87,10 @@ class SimulatedProber:
         return self._clock
 
     def facts(self) -> Facts:
-        """Return a digest of the machine's description, and the memory of the model's state.
+        """Return the facts about the simulated workload.
 
-        The memory is None for a model that can't be sharded.
+        They are a digest of the machine's description, and the memory of the model's state. The
+        memory is None for a model that can't be sharded.
         """
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
@@ -107,13 +108,13 @@ class SimulatedProber:
         """Stop all waiting, so that running probes end at once."""
         self._closed.set()
 
-    def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the simulated clock to a time.
+    def _wait_until(self, simulated_seconds: float, stop: threading.Event) -> bool:
+        """Advance the simulated clock to this time.
 
         Returns False if the probe was stopped, or the prober's time is over.
         """
         # no wait if `pace` is 0
-        at = min(virtual, self._end)
+        at = min(simulated_seconds, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
         while self._pace:
             left = until - time.monotonic()
@@ -122,11 +123,11 @@ class SimulatedProber:
             if stop.wait(min(left, TICK_SECONDS)) or self._closed.is_set():
                 return False
         self._clock = max(self._clock, at)
-        return virtual <= self._end
+        return simulated_seconds <= self._end
 
 
 class _SimulatedProbe:
-    """One simulated probe, with its outcome and the progress reports before it."""
+    """A simulated probe, which computes its progress reports and its outcome."""
 
     def __init__(
         self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0
@@ -229,10 +230,10 @@ class _SimulatedProbe:
         return machine.device_seconds(position, max(share, passes), crowd, passes)
 
     def _timed(
-        self, step: float, parts: tuple[float | None, ...], short_bytes: tuple[int, ...]
+        self, step: float, own_seconds: tuple[float | None, ...], short_bytes: tuple[int, ...]
     ) -> Observation:
         noise = self._machine.step_noise(self._probe.layout.shares)
-        watts = self._mean_watts(step, parts)
+        watts = self._mean_watts(step, own_seconds)
         elapsed = first = step * self._draw(noise, 1)
         timer = BlockTimer(self._probe.seconds, self._probe.whole, self._probe.steps, first)
         while True:
@@ -243,7 +244,7 @@ class _SimulatedProbe:
             if lost:
                 return lost
             slowed, slowest = self._slowed(elapsed)
-            held, own = self._throttle(step, parts, elapsed)
+            held, own = self._throttle(step, own_seconds, elapsed)
             block_seconds = steps * held * self._draw(noise, steps)
             own = tuple(p and p * block_seconds / held for p in own)
             timer.add(Block(steps, block_seconds, own_seconds=own, slowed=slowed, slowest=slowest))
@@ -267,7 +268,9 @@ class _SimulatedProbe:
             watts=watts,
         )
 
-    def _mean_watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
+    def _mean_watts(
+        self, step: float, own_seconds: tuple[float | None, ...]
+    ) -> tuple[float | None, ...]:
         """Return the mean power of each device in watts; empty if unknown."""
         layout = self._probe.layout
         found = list[float | None]()
@@ -275,23 +278,23 @@ class _SimulatedProbe:
             return ()
         for position, device in enumerate(self._machine.devices):
             rate = layout.shares[position] * layout.processes / step
-            busy = min(1.0, (parts[position] or 0.0) / step)
+            busy = min(1.0, (own_seconds[position] or 0.0) / step)
             other = position in self._busy and position not in layout.active
             found.append(None if other or device.power_watts is None else device.watts(busy, rate))
         return tuple(found) if any(found) else ()
 
     def _throttle(
-        self, step: float, parts: tuple[float | None, ...], elapsed: float
+        self, step: float, own_seconds: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
         """Return the step time and compute times, lengthened for devices that are throttled now."""
         at = self._start + elapsed
-        speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
-        longest = max(filter(None, parts), default=0.0)
+        speeds = [1 - self._machine.slowed(i, at) for i in range(len(own_seconds))]
+        longest = max(filter(None, own_seconds), default=0.0)
         if not longest:
             slowest = min(speeds[i] for i in self._probe.layout.active)
-            return step / slowest, parts
+            return step / slowest, own_seconds
         # a throttled device computes for longer, and the other devices wait for it
-        held = tuple(part and part / speed for part, speed in zip(parts, speeds, strict=True))
+        held = tuple(part and part / speed for part, speed in zip(own_seconds, speeds, strict=True))
         longest_held = max(filter(None, held))
         return step + longest_held - longest, held
 

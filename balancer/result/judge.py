@@ -182,7 +182,7 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
 def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> MeasuredRate:
     """Return a layout's samples/s with its interval.
 
-    If rows differ in length, also tokens/s and the fraction of padding.
+    If rows differ in length, the result also has the tokens/s and the fraction of padding.
     """
     plain = MeasuredRate(interval.value, interval.low, interval.high, is_known(interval))
     if not report.mean_length:
@@ -193,9 +193,9 @@ def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> 
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """Return whether a layout is plain data parallelism.
+    """Return whether all devices have equal shares, without gradient accumulation.
 
-    It then has equal shares on all devices, without gradient accumulation.
+    This is plain data parallelism, as frameworks have it by default.
     """
     if not layout.traits.together or layout.traits.sharded:
         return False
@@ -227,7 +227,7 @@ def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float,
 def waiting_share(measurements: Sequence[Timed]) -> float | None:
     """Return the mean fraction of a step in which no device computes; None if unknown.
 
-    In this time, the devices exchange gradients, or wait for other overhead.
+    The devices exchange gradients in this time, or it is other overhead.
     """
     own = _own_seconds(measurements)
     if own is None or any(timed.step_seconds <= 0 for timed in measurements):
@@ -361,7 +361,7 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
 
 
 def _find_fastest(report: SearchReport, compared: set[Layout]) -> list[ComparedLayout]:
-    """Return the fastest measured layout in a list, if it is faster than the plan.
+    """Return a list with the fastest measured layout, if it is faster than the plan.
 
     The list is empty if the plan is the fastest. It is also empty if the fastest layout is in
     `compared`, the layouts that are compared with the plan anyway.
@@ -531,7 +531,7 @@ def _list_compared_alone(
 def _find_cause_of_lost_time(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return why a step takes longer than if the devices reached the speeds that they have alone.
+    """Return why training together is slower than the sum of the devices' speeds alone.
 
     - `lost`: the seconds to explain.
     - `by_share`: seconds lost because the device with the most rows computes small, inefficient

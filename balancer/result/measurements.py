@@ -83,7 +83,7 @@ def _weight(doubt: MeasurementDoubt) -> float:
 def _doubts_about(
     observations: Iterable[Observation], chosen: Layout
 ) -> Iterator[MeasurementDoubt]:
-    """Yield the warnings that the measurements have and that concern the chosen layout.
+    """Yield the measurements' warnings that concern the chosen layout.
 
     Warnings about other layouts are included if they also concern the chosen one, such as a loss
     that isn't finite.
@@ -161,9 +161,9 @@ def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
 def find_code_limit(observations: Iterable[Observation]) -> CodeLimit | None:
     """Return the micro-batch size above which the user's code raises an exception, or None.
 
-    There is such a limit if the probes that raised an exception had more rows than all probes that
-    succeeded on the same devices. The result has the largest size that succeeded and the smallest
-    that failed.
+    There is such a limit if all probes that raised the same exception had more rows than all probes
+    that succeeded on the same devices. The result has the largest size that succeeded and the
+    smallest that failed.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)

@@ -125,7 +125,7 @@ def _list_rivals(
 
 
 def _put_first(single: ComparedLayout, entries: Sequence[_Named], devices: int) -> list[_Named]:
-    """Return the entries, with the entry for this single device before those for all others.
+    """Return the entries, with that of this single device before those of all others.
 
     It is the device with which the verdict compares the plan. An entry is added if it is missing.
     """
@@ -166,7 +166,7 @@ def _label(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def _find_kind(compared: ComparedLayout, devices: int) -> EvidenceKind:
-    """Return the kind by which the plan file lists a compared layout, such as "best_device"."""
+    """Return what kind of evidence a compared layout is in the plan file, such as "best_device"."""
     traits = compared.layout.traits
     if compared.family is None or traits.sharded or not traits.by_shares:
         return "other"

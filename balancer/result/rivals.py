@@ -151,12 +151,12 @@ def _fastest_split(
 
 
 def compare(
-    chosen: Result, rival: Candidate, interval: Interval, in_turn: RankedLayout | None = None
+    chosen: Result, rival: Candidate, interval: Interval, ranked: RankedLayout | None = None
 ) -> ComparedLayout:
     """Compare the plan with one other layout.
 
     - `interval`: the samples/s of the other layout.
-    - `in_turn`: its result in the final comparison, in which the two layouts were measured
+    - `ranked`: its result in the final comparison, in which the two layouts were measured
       alternately. It decides whether the layouts tie. If the separate samples/s contradict it, the
       gain is taken from it too. None if there was no such comparison.
     """
@@ -165,11 +165,11 @@ def compare(
     if layout == chosen.layout or not comparable:
         return ComparedLayout(rival, interval, 0.0, compared=False)
     gain, tie = own.value / interval.value - 1, overlap(own, interval)
-    if in_turn is None or in_turn.against is None:
+    if ranked is None or ranked.against is None:
         return ComparedLayout(rival, interval, gain, tie, difference=_compare_rates(own, interval))
-    found = _reverse_gap(in_turn.against)
-    if in_turn.tie or found.low <= 0 <= found.high:
-        return ComparedLayout(rival, interval, gain, True, in_turn.unclear, difference=found)
+    found = _reverse_gap(ranked.against)
+    if ranked.tie or found.low <= 0 <= found.high:
+        return ComparedLayout(rival, interval, gain, True, ranked.unclear, difference=found)
     paired = tie or not found.low <= gain <= found.high
     gain = found.value if paired else gain
     return ComparedLayout(rival, interval, gain, paired=paired, difference=found)
@@ -191,7 +191,10 @@ def _reverse_gap(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """Return the family of a layout; equal shares over several devices have their own."""
+    """Return the family of a layout.
+
+    Unlike in `family_of`, equal shares over several devices are a family of their own.
+    """
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
 

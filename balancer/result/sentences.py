@@ -266,9 +266,9 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """Return whether the text can compare a layout with the plan.
+    """Return whether the text can say how a layout compares with the plan.
 
-    It can also do so by saying that the layout's speed is too uncertain to compare.
+    This includes the statement that its speed is too uncertain to compare.
     """
     return rival.gain is not None or not rival.rate.known
 
@@ -300,7 +300,7 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 def _write_rough_gain(difference: RateGap, over: str) -> str:
     """Return text about a roughly known gain, such as "at least 2 % over equal shares".
 
-    If the layout may also be as fast as the plan, the text says that this isn't certain.
+    If the gain may be less than 1 %, the text says that it isn't certain.
     """
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
@@ -323,7 +323,7 @@ def _is_doubtful(verdict: Verdict) -> bool:
 def _half_width(difference: RateGap) -> float:
     """Return the error of a relative difference: half of the width of its interval.
 
-    If the upper bound is farther from the difference than that, its distance is the error.
+    If the upper bound is farther away than that, the distance to it is the error.
     """
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
@@ -492,7 +492,7 @@ def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """Return text about why training together loses time, which ends a sentence."""
+    """Return the end of a sentence, which says why training together loses time."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)
@@ -636,7 +636,7 @@ def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
 
 
 def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence about how to use such a plan with real devices, after a simulated search."""
+    """Yield a sentence about using plans on real devices, after a search on simulated ones."""
     planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
@@ -736,7 +736,7 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield a sentence for each other kind of layout about how much slower its best layout is."""
+    """Yield a sentence for each other kind of layout, about how much slower its best one is."""
     mentioned: set[str] = {verdict.chosen.kind}
     for rival in others:
         if rival.kind in mentioned or rival.gain is None or rival.tie or rival.gain < 0:
@@ -966,7 +966,8 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
 def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --budget") -> str:
     """Return a warning about a measurement as a sentence, with the device's label if known.
 
-    `on_gpus` allows heat and power as possible causes. `longer` is how the user can measure longer.
+    `on_gpus` means that heat and power limits may be named as causes. `longer` says how the user
+    can measure longer.
     """
     value = doubt.value
     part = percent(doubt.taken)
@@ -1161,7 +1162,7 @@ def recommends_plan(finished: Finished) -> bool:
 def find_one_device_command(finished: Finished) -> str:
     """Return the shell command that runs the user's script on the recommended device alone.
 
-    "" if something else than one real device is recommended, or if there is no script.
+    "" if something other than one real device is recommended, or if there is no script.
     """
     found = finished.found
     if found is None or found.recommendation is None or found.simulated:

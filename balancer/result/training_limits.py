@@ -99,7 +99,7 @@ def find_training_limits(
 
 
 def _list_timed_probes(observations: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return the successful probes of a layout that measured how devices spend its steps."""
+    """Return the successful probes of a layout that have a breakdown of its step time."""
     found = [
         observation
         for observation in observations
@@ -130,7 +130,7 @@ class _Measured:
         self.closer = looks[-1] if looks else None
 
     def list_breakdowns(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return each probe that measured how a device spends its steps, with that breakdown."""
+        """Return the probes that broke down a device's step time, each with the breakdown."""
         return [(turn, part) for turn in self.turns if (part := turn.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
@@ -255,7 +255,10 @@ def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long a step waits for kernel launches, and for CPU cores in use by others."""
+    """Yield how long a step waits for CPU cores and for kernel launches.
+
+    Other programs use the cores meanwhile.
+    """
     starved = measured.longest_seconds("starved_seconds") or 0.0
     named = [
         part
@@ -286,10 +289,10 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds saved per present batch if the batch on a launch-bound GPU is doubled.
+    """Return the seconds saved by doubling the batch of a launch-bound GPU.
 
-    In a step of `step_s` seconds, the GPU waits `waits_s` seconds for kernel launches. A step with
-    a larger batch needs no more launches.
+    They are saved for each batch of the present size. In a step of `step_s` seconds, the GPU waits
+    `waits_s` seconds for kernel launches. A step with a larger batch needs no more launches.
     """
     # the host takes as long as before, and the device twice as long
     after_s = max(step_s, 2 * (step_s - waits_s))
@@ -297,7 +300,7 @@ def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield how long the gradient exchange takes that doesn't overlap with computation."""
+    """Yield the part of the gradient exchange that doesn't overlap with computation."""
     layout = measured.layout
     if len(layout.computing) < 2 or not layout.traits.together:
         return
@@ -426,7 +429,7 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """Return whether most of the driver's sample of GPU use is from the time of the measurement."""
+    """Return whether the driver's sample of GPU use was taken mostly during the measurement."""
     return part.busy is None or part.busy >= LEAST_BUSY
 
 
