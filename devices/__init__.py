@@ -1,5 +1,5 @@
-"""Devices to train on: requests for them, their discovery, and their readings.
+"""Devices to train on: how they are requested, found and monitored.
 
-`types` defines the data, and `discover` resolves a request. The sources in `nvidia`, `cpu`,
-`simulated` and `cluster` read the devices.
+`types` defines the data, and `discover` finds the devices of a request. The sources in `nvidia`,
+`cpu`, `simulated` and `cluster` read the devices' metrics.
 """

@@ -1,10 +1,10 @@
 """The interface of a backend, the code that supports one kind of devices.
 
-There are backends for NVIDIA GPUs, CPU slices and simulated devices. This module also holds what
-they share: `visible_devices` and `choose_devices` select devices by the rules of
-CUDA_VISIBLE_DEVICES, and `VitalsWatch` reads whatever can spoil a measurement: throttling, memory
-that other programs use, or a driver that stops answering. docs/architecture.md, "To add a maker of
-devices", lists what a new maker needs.
+There are backends for NVIDIA GPUs, CPU slices and simulated devices. This module also has what they
+share: `visible_devices` and `choose_devices` select devices by the rules of CUDA_VISIBLE_DEVICES.
+`VitalsWatch` watches a device for anything that may distort a measurement, such as throttling,
+memory that other programs use, or a driver that stops answering. docs/architecture.md, "To add a
+maker of devices", lists what another vendor's devices need.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class Discovery(msgspec.Struct, frozen=True):
-    """The devices that a `--devices` argument selects, with messages for the user."""
+    """The devices that a `--devices` request selects, with messages for the user."""
 
     devices: tuple[Device, ...]
     # messages for the user, such as what `auto` chose and why, or that others use a device
@@ -46,14 +46,19 @@ class Discovery(msgspec.Struct, frozen=True):
 
 
 def choose_devices(
-    listing: Listing, terms: Sequence[Term], visible: Sequence[Device], hidden: str
+    listing: Listing, terms: Sequence[Term], visible: Sequence[Device], hiding_setting: str
 ) -> Discovery:
-    """Return the devices of a listing that the terms select, with each term's limit applied.
+    """Return the devices that a request selects from those of one kind.
 
-    A term without an index or UUID selects all of `visible`. Add a note for each device on which
-    other processes already use more than 5 % of the memory. Raises DeviceError if a term selects no
-    device; `hidden` is the setting that hides them, such as CUDA_VISIBLE_DEVICES=''. Raises
-    RequestError if a term names no device, or several. The result has the terms' order.
+    - `listing`: all devices of the kind.
+    - `terms`: the parsed parts of the request. The devices get the limits of their terms.
+    - `visible`: the devices that a term without an index or UUID selects.
+    - `hiding_setting`: what hides the other devices, such as "CUDA_VISIBLE_DEVICES=''", for the
+      error message.
+
+    The result is in the order of the terms. It has a message for each device on which other
+    processes already use more than 5 % of the memory. Raises DeviceError if no device is visible,
+    and RequestError if a term matches no device or several.
     """
     chosen: list[Device] = []
     for term in terms:
@@ -61,7 +66,7 @@ def choose_devices(
         if not picked:
             kind = listing.devices[0].kind.upper()
             raise DeviceError(
-                f"{hidden} hides every {kind}.",
+                f"{hiding_setting} hides every {kind}.",
                 f"Unset it, or name {kind}s as in {kind.lower()}:0.",
             )
         chosen += [limited(device, term.limit) for device in picked]
@@ -77,9 +82,9 @@ def choose_devices(
 
 
 def pick_device(devices: Sequence[Device], pick: str) -> Device:
-    """Return the device with this index, UUID, or beginning of a UUID.
+    """Return the device with this index, UUID or beginning of a UUID.
 
-    Raises RequestError if there is none, or if several UUIDs have this beginning.
+    Raises RequestError if there is no such device, or if several UUIDs begin like this.
     """
     found = _matching(devices, pick)
     if len(found) == 1:
@@ -97,9 +102,9 @@ def pick_device(devices: Sequence[Device], pick: str) -> Device:
 def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
     """Return the devices that CUDA_VISIBLE_DEVICES, or a variable like it, makes visible.
 
-    `variable` is its value; None if it isn't set, so that all devices are visible. As in CUDA, the
-    first unknown entry ends the list, and a device that is listed twice hides them all. The result
-    has the variable's order.
+    `variable` is the variable's value, or None if it isn't set; then all devices are visible. The
+    result is in the variable's order. As in CUDA, the first unknown entry ends the list, and if a
+    device is listed twice, none is visible.
     """
     # these are CUDA's rules; source: CUDA C++ programming guide, environment variables
     if variable is None:
@@ -128,7 +133,7 @@ def _matching(devices: Sequence[Device], pick: str) -> list[Device]:
 
 
 class Vitals(msgspec.Struct, frozen=True):
-    """A device's throttling, clock, memory, processes and energy at one time.
+    """A device's throttling, clock, memory, processes and energy at some time.
 
     A field is None if the device doesn't report it. The `..._seconds` fields are totals since the
     driver was loaded or the reader was created, so only their differences are meaningful.
@@ -153,15 +158,15 @@ class Vitals(msgspec.Struct, frozen=True):
 
 
 class VitalsReader(Protocol):
-    """Reads a device's vitals from its driver; the calls may block.
+    """Reads a device's vitals (throttling, clock, memory and so on) from its driver.
 
-    Not thread-safe: one thread at a time.
+    Calls may block. A reader isn't thread-safe: only one thread at a time may use it.
     """
 
     def read(self, full: bool) -> Vitals:
-        """Return the vitals now; memory, processes and load are read only if `full` is True.
+        """Return the device's vitals. Memory, processes and load are read only if `full` is True.
 
-        A failure of the driver isn't raised, but described by `trouble`.
+        If the driver fails, no error is raised; the field `trouble` describes the failure.
         """
 
     def close(self) -> None:
@@ -169,9 +174,10 @@ class VitalsReader(Protocol):
 
 
 class VitalsWatch:
-    """Reads a device's vitals on separate threads, so that a hanging driver blocks nobody.
+    """Reads a device's vitals in background threads, so that a hanging driver blocks no caller.
 
-    Until the driver has answered once, vitals are empty and its failures aren't reported.
+    Until the driver has answered for the first time, vitals are empty, and its failures aren't
+    reported.
     """
 
     def __init__(self, reader: VitalsReader) -> None:
@@ -184,16 +190,20 @@ class VitalsWatch:
         self._closed = False
 
     def ask(self, full: bool = False) -> bool:
-        """Start a reading in the background; return False if one is running or after `close`."""
+        """Start a reading in the background, unless one is already running.
+
+        Returns True if it was started. After `close`, nothing is started. `full` is as in
+        `VitalsReader.read`.
+        """
         if self.pending or self._closed:
             return False
         self._start(self._answer, full)
         return True
 
     def answer(self, until: float = 0.0) -> Vitals:
-        """Return the latest vitals. Waits for a running reading, but only until `until`.
+        """Return the latest vitals. If a reading is running, wait for it, but not after `until`.
 
-        `until` is in monotonic seconds.
+        `until` is in seconds of the monotonic clock.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
@@ -201,17 +211,17 @@ class VitalsWatch:
 
     @property
     def pending(self) -> bool:
-        """True while a reading is running."""
+        """True if a reading is running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def silent_seconds(self) -> float:
-        """How many seconds the running reading has taken so far; 0 if none is running."""
+        """How long the running reading has taken so far, in seconds, or 0 if none is running."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        """Stop reading without waiting for the driver; a background thread closes the reader.
+        """Stop reading. A background thread closes the reader once the driver has answered.
 
         May be called more than once.
         """
@@ -244,9 +254,9 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 
 class ChildEnvironment(msgspec.Struct, frozen=True):
-    """The environment variables and limits that a process needs to train on its devices.
+    """The environment variables and limits with which a process trains on its devices.
 
-    The process enforces `address_space_bytes` on itself by calling `cap_address_space`.
+    The process itself enforces `address_space_bytes` by calling `cap_address_space`.
     """
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited
@@ -257,7 +267,7 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
 
 
 class Backend(Protocol):
-    """A kind of devices: finds them, limits them, reads them and names them in the frameworks.
+    """The code that supports one kind of devices: finds, limits and reads them.
 
     Subclasses are registered in `devices/registry.py`. Importing their modules must not start a
     driver.
@@ -299,34 +309,35 @@ class Backend(Protocol):
         raise DeviceError(f"This machine can't list devices of the kind {self.kind}.")
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the devices that the terms select, given these environment variables.
+        """Return the devices of this kind that a request selects.
 
-        Raises DeviceError if none is visible, and RequestError if a term matches none. The result
-        has the terms' order.
+        `terms` are the parsed parts of the request, and `variables` are environment variables, such
+        as CUDA_VISIBLE_DEVICES. The result is in the order of the terms. Raises DeviceError if no
+        device is visible, and RequestError if a term matches none.
         """
         listing = self.list_devices()
         hidden = f"{self.visible_variable}={variables.get(self.visible_variable)!r}"
         return choose_devices(listing, terms, self.visible(listing.devices, variables), hidden)
 
     def has_started_driver(self, files: Collection[str]) -> bool:
-        """True if this process has started the driver to compute, so it can't be forked.
+        """Return True if this process has started the driver to compute, and so can't be forked.
 
-        `files` are the names of all files that it has open. By default, a process that has any of
-        the driver's files open has started it.
+        `files` are the names of all files that the process has open. By default, it has started the
+        driver if any of the driver's files is open.
         """
         return any(name.startswith(self.driver_files) for name in files)
 
     def visible(
         self, devices: Sequence[Device], variables: Mapping[str, str]
     ) -> tuple[Device, ...]:
-        """Return the devices that a process with these environment variables would see.
+        """Return which of the devices a process with these environment variables would see.
 
-        A variable such as CUDA_VISIBLE_DEVICES selects them and gives their order.
+        A variable such as CUDA_VISIBLE_DEVICES selects them and determines their order.
         """
         return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
-        """Return the `--devices` term for the device with this id.
+        """Return the text that selects a device in `--devices`, from the device's id.
 
         Raises DeviceError if the device can't train.
         """
@@ -354,35 +365,38 @@ class Backend(Protocol):
         return ChildEnvironment({**QUIET, **self.show([device.id for device in devices])})
 
     def show(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the environment variable that makes only the devices with these ids visible.
+        """Return environment variables that make only the devices with these ids visible.
 
-        A process then sees the devices in this order.
+        A process then sees them in this order.
         """
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
-        """Like `show`, but uses indices instead of UUIDs if devices of this kind have both."""
+        """Do the same as `show`, but with indices instead of UUIDs if the devices have both."""
         return self.show([device.id for device in devices])
 
     def name_in(self, framework: str, number: int) -> str:
-        """Return a framework's name for the visible device with this number, such as cuda:0."""
+        """Return the name of a device in a framework, such as "cuda:0".
+
+        `number` is its index among the visible devices.
+        """
         words = {"torch": self.torch_name, "tensorflow": self.tensorflow_name}
         return f"{words.get(framework) or self.kind.upper()}:{number}"
 
     def open_vitals(self, device: Device) -> VitalsReader | None:
-        """Return a reader of the device's vitals; None if the device has no driver."""
+        """Return a reader of the device's vitals, or None if the device has no driver."""
         return None
 
     def name_path(self, first: Device, second: Device) -> str:
-        """Return the connection between two devices, such as NVLink; "" if unknown."""
+        """Return the connection between two devices, such as "NVLink", or "" if unknown."""
         return ""
 
     def bus_address(self, device: Device) -> str:
-        """Return the device's PCI address, such as 0000:3b:00.0; "" if it has none."""
-        # sessions lock the sysfs file at this address, so that different users don't measure on the
-        # device at the same time
+        """Return the device's PCI address, such as "0000:3b:00.0", or "" if it has none."""
+        # a search locks the sysfs file at this address, so that different users don't measure on
+        # the device at the same time
         return ""
 
     def daemon_runs(self) -> bool:
-        """True if a daemon, such as NVIDIA's MPS, lets several processes share a device."""
+        """Return True if a daemon runs that lets processes share a device, as NVIDIA's MPS does."""
         return False

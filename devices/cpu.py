@@ -1,6 +1,6 @@
-"""The CPU as a set of devices, its cores in equal slices.
+"""CPU slices: the cores of the CPU, divided into equal sets that are used as devices.
 
-Reads the slices' metrics, and makes the settings of processes that train on them.
+This module reads their metrics, and has the settings of processes that train on them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ MEMORY_STEP = 256 << 20
 
 
 def slices(count: int | None = None) -> tuple[Device, ...]:
-    """Cut the CPU into `count` slices of equal size, by default two.
+    """Divide the CPU into `count` slices of equal size, by default two.
 
-    If there is only one logical CPU, the default is one slice. Only cores that this process may use
-    are divided. The slices share 80 % of the free memory equally, each size rounded down to a
-    multiple of 256 MiB. Raises `RequestError` if the CPU can't be cut into that many slices.
+    Only CPUs that this process may use are divided; if there is only one, the default is one slice.
+    Each slice gets the same part of 80 % of the free memory, rounded down to a multiple of 256 MiB.
+    Raises `RequestError` if the CPU can't be divided into so many slices.
     """
     if count is not None and count < 1:
         raise RequestError(f"The CPU can't be cut into {count} slices.", "Ask for cpu/1 or more.")
@@ -60,7 +60,7 @@ def slices(count: int | None = None) -> tuple[Device, ...]:
 
 
 def available_memory_bytes() -> int:
-    """Return the free memory in bytes, as the kernel or a container's limit allows."""
+    """Return the memory that is free on this machine and within the container's limit, in bytes."""
     free: int = psutil.virtual_memory().available
     left = container_memory_bytes()
     return free if left is None else max(0, min(free, left))
@@ -93,10 +93,10 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 class CpuSource:
-    """Source of readings for CPU slices.
+    """Reads the metrics of CPU slices.
 
-    A slice's utilization is the mean load of its logical CPUs. Memory and temperature are measured
-    for the whole machine, temperature and clocks only every 5 seconds.
+    A slice's utilization is the mean load of its logical CPUs. Memory and temperature are those of
+    the whole machine. Temperature and clocks are read only every 5 seconds.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CpuSource:
         return self._devices
 
     def sample(self) -> Snapshot:
-        """Read all slices and the host."""
+        """Read the metrics of all slices and of the host."""
         started = self._builder.begin()
         host = self._builder.meter.read()
         if started >= self._slow_due:
@@ -128,7 +128,7 @@ class CpuSource:
         return self._builder.snapshot(samples, self._notes, host=host)
 
     def close(self) -> None:
-        """Do nothing: no resource is held."""
+        """Do nothing, because there is nothing to release."""
 
     def _sample(self, device: Device, host: HostSample) -> DeviceSample:
         by_cpu = self._builder.meter.by_cpu
@@ -147,7 +147,7 @@ class CpuSource:
 
 
 def read_heat() -> tuple[Reading, Reading]:
-    """Return the processor's temperature and its limit, in °C, from its hottest sensor.
+    """Return the temperature of the processor's hottest sensor and its limit, in °C.
 
     Without a sensor, both readings are unsupported.
     """
@@ -162,7 +162,7 @@ def read_heat() -> tuple[Reading, Reading]:
 
 
 def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
-    """Return the current and the highest clock of the first core in `cores`, in MHz.
+    """Return the current and the highest clock of the first of these cores, in MHz.
 
     A clock that the kernel doesn't report is unsupported.
     """
@@ -186,10 +186,10 @@ STEADY_MALLOC = {
 
 
 class CpuSlices(Backend):
-    """Backend of CPU slices, which are requested as `cpu`, `cpu/N` or `cpu/N:I`.
+    """The backend of CPU slices, which are requested as `cpu`, `cpu/N` or `cpu/N:I`.
 
-    A process that measures a training enforces a limit of compute itself, by spinning before each
-    step.
+    If a slice's compute is limited, the process that measures training enforces the limit itself:
+    it spins before each step.
     """
 
     kind = "cpu"
@@ -198,10 +198,10 @@ class CpuSlices(Backend):
     tensorflow_name = "CPU"
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Cut the CPU and return the requested slices. A message reports unused logical CPUs.
+        """Divide the CPU, and return the requested slices.
 
-        Raises `RequestError` if the terms ask for different numbers of slices or for a slice that
-        doesn't exist.
+        A message says how many logical CPUs are left over. Raises `RequestError` if the terms ask
+        for different numbers of slices, or for a slice that doesn't exist.
         """
         counts = {term.slices for term in terms}
         if len(counts) > 1:
@@ -220,9 +220,9 @@ class CpuSlices(Backend):
         return Discovery(tuple(chosen), (note,) if spare else ())
 
     def write_term(self, device_id: str) -> str:
-        """Return the request term of a slice, such as `cpu/2:0` for `cpu-0-of-2`.
+        """Return the text that requests a slice, such as `cpu/2:0` for `cpu-0-of-2`.
 
-        Raises `PlanError` if the id isn't a slice's.
+        Raises `PlanError` if the id isn't that of a slice.
         """
         found = re.fullmatch(r"cpu-(\d+)-of-(\d+)", device_id)
         if not found:
@@ -232,16 +232,17 @@ class CpuSlices(Backend):
         return f"cpu/{found[2]}:{found[1]}"
 
     def open_source(self, discovery: Discovery) -> Source:
-        """Open a source of readings of the discovered slices."""
+        """Return a source that reads the metrics of the slices."""
         return CpuSource(discovery.devices, notes=discovery.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return the variables and limits of a process that trains on these slices.
+        """Return the environment variables and limits of a process that trains on these slices.
 
-        There is one thread per physical core. Memory limits are added up. TensorFlow gets the total
-        by environment variables, PyTorch as `address_space_bytes`. For TensorFlow, oneDNN is turned
-        off if the user set a memory limit, because with oneDNN a step beyond the limit kills the
-        process instead of raising an error.
+        The process uses one thread per physical core, and the memory limits of the slices are added
+        up. TensorFlow gets the limit through environment variables, and PyTorch as
+        `address_space_bytes`. If the user has set a memory limit, oneDNN is turned off for
+        TensorFlow, because with oneDNN, a step that exceeds the limit kills the process instead of
+        raising an error.
         """
         cores = tuple(sorted(core for device in devices for core in device.cores))
         threads = max(1, len(core_groups(cores)))
@@ -260,9 +261,8 @@ class CpuSlices(Backend):
                 variables["TF_CPU_ALLOCATOR_USE_BFC"] = "true"
                 variables["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(max(1, memory_bytes // MIB))
             if any(device.limit.memory_bytes is not None for device in devices):
-                # With oneDNN, a step that exceeds the limit kills the process. Without oneDNN it
-                # raises ResourceExhaustedError, but takes twice the time. So oneDNN is turned off
-                # only if the user set a limit.
+                # without oneDNN, such a step raises ResourceExhaustedError, but steps take twice
+                # the time
                 variables["TF_ENABLE_ONEDNN_OPTS"] = "0"
         return ChildEnvironment(
             variables, cores, memory_bytes if framework == "torch" else None, threads

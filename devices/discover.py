@@ -1,4 +1,4 @@
-"""Find requested devices, open a source of their readings, and check for other programs on them."""
+"""Find the requested devices, read their metrics, and check whether other programs use them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ def discover(
     environ: Mapping[str, str] | None = None,
     ray_address: str = "",
 ) -> Discovery:
-    """Find the devices that a request such as `gpu:0,1` or `ray:HOST/gpu:0` asks for.
+    """Find the devices that a request such as `gpu:0,1` or `ray:HOST/gpu:0` selects.
 
-    With `only_visible`, `auto` and `gpu` select only devices that variables such as
-    CUDA_VISIBLE_DEVICES make visible, read from `environ` or else from this process. A GPU that is
-    named by index or UUID is used regardless. In a Ray cluster, the devices are reserved.
-    `ray_address` is the address of the cluster, by default RAY_ADDRESS or this machine's. Raises
-    `RequestError` for an invalid request, a device that doesn't exist or is named twice, or a
-    memory limit above a device's memory. Raises `DeviceError` if the requested GPUs' driver fails,
-    or if the cluster can't be used. On one machine, the result has the request's order.
+    - `spec`: the request, as in `--devices`.
+    - `only_visible`: whether `auto` and `gpu` select only devices that variables such as
+      CUDA_VISIBLE_DEVICES make visible. A GPU that is named by index or UUID is used in any case.
+      In a Ray cluster, the devices are also reserved.
+    - `environ`: the environment variables; by default this process's.
+    - `ray_address`: address of the Ray cluster; by default RAY_ADDRESS or this machine's cluster.
+
+    On one machine, the result is in the order of the request. Raises `RequestError` if the request
+    is invalid, if a device doesn't exist or is named twice, or if a memory limit is above the
+    device's memory. Raises `DeviceError` if the GPUs' driver fails or the cluster can't be used.
     """
     terms = parse_request(spec)
     variables: Mapping[str, str] = {}
@@ -53,7 +56,7 @@ def discover(
 
 
 def _check_limit(device: Device) -> None:
-    """Raise `RequestError` if a device's memory limit exceeds its memory."""
+    """Raise `RequestError` if a device's memory limit is above its memory."""
     wanted = device.limit.memory_bytes
     there = _all_memory(device)
     if wanted is not None and there is not None and wanted > there:
@@ -65,7 +68,7 @@ def _check_limit(device: Device) -> None:
 
 
 def _all_memory(device: Device) -> int | None:
-    """Return a device's total memory in bytes, or None if it isn't known."""
+    """Return the total memory of a device in bytes, or None if it is unknown."""
     if not device.on_cpu:
         return device.memory_bytes
     if device.host:
@@ -77,9 +80,9 @@ def _all_memory(device: Device) -> int | None:
 
 
 def open_source(discovery: Discovery) -> Source:
-    """Open a source of readings of the discovered devices. The caller must close it.
+    """Return a source that reads the devices' metrics. The caller has to close it.
 
-    Raises DeviceError if the driver was unloaded after the discovery.
+    Raises DeviceError if the driver has been unloaded since the devices were found.
     """
     backend = find_backend(discovery.devices[0].kind)
     if discovery.devices[0].host and not backend.simulated:
@@ -102,13 +105,13 @@ SETTLE_READS = 3
 
 
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Check whether other programs fill the memory of these devices or keep them busy.
+    """Check whether other programs fill the memory of devices or keep the devices busy.
 
-    Returns two tuples of messages: about devices with too little free memory to measure on, and
-    about busy devices. Call this before starting processes of your own, which would count as other
-    programs. If a device is full, it is read again after a moment, because a driver takes a while
-    to free the memory of an ended process. A full device has less than 5 % of its memory free; this
-    threshold is at least 600 MiB and at most 2 GiB.
+    Returns messages about devices with too little free memory to measure on, and messages about
+    busy devices. Call this before you start processes of your own, because they would count as
+    other programs. A device has too little free memory if less than 5 % of it is free; this
+    threshold is at least 600 MiB and at most 2 GiB. Such a device is read again after a moment,
+    because a driver takes a while to free the memory of a process that has ended.
     """
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]
@@ -124,7 +127,7 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Return a warning if other programs use the device for 20 % of the time or more, else ""."""
+    """Return a warning if the device is busy for at least 20 % of the time, or else ""."""
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)
@@ -137,7 +140,7 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """Return a warning if the device has too little free memory for measurements, else ""."""
+    """Return a warning if the device has too little free memory to measure on, or else ""."""
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
         return ""
@@ -156,6 +159,6 @@ def _full_note(device: Device, seen: Vitals) -> str:
 
 
 def _name_pids(seen: Vitals) -> str:
-    """List up to three process ids as text, with "..." if there are more."""
+    """Return the ids of up to three processes as text, with "..." if there are more."""
     pids = [str(pid) for pid in seen.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

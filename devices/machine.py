@@ -1,4 +1,4 @@
-"""Simulated machines: step times and memory of the devices in a file, without noise.
+"""Simulated machines: the step times and memory use of their devices, without noise.
 
 device_seconds(b) = ceil_to(stall_ms, passes(b)) / compute share * (1 + contention while others work)
 passes(b)         = sum of curve(m) over p passes of m rows each - (p - 1) * (fixed_ms - pass_overhead_ms)
@@ -42,7 +42,7 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time of gradient synchronization per step, within a host and across hosts.
+    """The time of gradient synchronization in each step, within a host and across hosts.
 
     Within a host, it is `base_ms`, plus `per_device_ms` for each device after the first. With
     several hosts, `network_ms` is added, and `per_host_ms` for each host after the first.
@@ -54,9 +54,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_host_ms: Amount = 0.0
 
     def seconds(self, devices: int, hosts: int = 1) -> float:
-        """Return the seconds that one gradient synchronization takes; 0 for a single device.
+        """Return how long a gradient synchronization takes in seconds, or 0 for a single device.
 
-        The network's costs are added if the devices are on two or more hosts.
+        If the devices are on two or more hosts, the times of the network are added.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
@@ -64,7 +64,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Performance model of one device: its step time, memory use and power by batch size.
+    """A model of a device's performance: its step time, memory use and power.
 
     `curve` and `memory_curve` are piecewise linear in the number of rows. Raises `ValueError` if a
     curve's batch sizes don't rise, if `memory_curve` falls, or if the name has no letter or digit.
@@ -104,10 +104,10 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def fixed_ms(self) -> float:
-        """Part of a step's time that doesn't depend on the batch size, in milliseconds.
+        """The part of a step's time that doesn't depend on the batch size, in milliseconds.
 
-        This is the smallest intercept of the curve's segments, from 0 up to the time of the largest
-        batch.
+        It is the smallest intercept of the curve's segments, but at least 0 and at most the time of
+        the largest batch.
         """
         begins = (
             t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve)
@@ -115,9 +115,10 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return max(0.0, min(*begins, self.curve[-1][1]))
 
     def seconds(self, batch: int, passes: int = 1) -> float:
-        """Return the seconds of a step of `batch` rows in `passes` gradient-accumulation passes.
+        """Return how long a step of `batch` rows takes in `passes` passes, in seconds.
 
-        Noise, compute limits and contention aren't included; an empty batch takes no time.
+        A pass is a gradient-accumulation pass. Noise, compute limits and contention aren't
+        included. An empty batch takes no time.
         """
         if batch <= 0:
             return 0.0
@@ -133,10 +134,11 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return milliseconds / 1000
 
     def watts(self, busy: float, samples_per_second: float) -> float:
-        """Return the power draw in watts, from the busy fraction of the time and the throughput.
+        """Return the power draw in watts.
 
-        The dynamic part of the power is 0.3 · `busy` + 0.65 · throughput / highest throughput. Idle
-        power is 8 % of the power at full load.
+        `busy` is the fraction of the time in which the device computes. Idle power is 8 % of the
+        power at full load. The rest is multiplied by 0.3 · `busy` + 0.65 · throughput / highest
+        throughput.
         """
         effort = min(1.0, samples_per_second / self.samples_per_second)
         return (self.power_watts or USUAL_WATTS) * (
@@ -145,7 +147,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def samples_per_second(self) -> float:
-        """Highest throughput over the recorded batch sizes."""
+        """The highest throughput with any of the recorded batch sizes."""
         fastest = 0.0
         for batch, _ in self.curve:
             seconds = self.seconds(batch)
@@ -153,9 +155,9 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return fastest
 
     def gain(self, processes: int) -> float:
-        """Return the total throughput of several processes on the device, relative to one.
+        """Return the throughput of several processes on the device, relative to one process.
 
-        It is 1 without `pack_gain`: the processes then share the device's time.
+        Without `pack_gain`, it is 1, because the processes then only share the device's time.
         """
         points = self.pack_gain
         if not points or processes <= 1:
@@ -166,7 +168,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return most if processes >= last else interpolate(points, processes)
 
     def memory_bytes(self, batch: int) -> int:
-        """Return the memory in bytes for a training step of `batch` rows.
+        """Return how many bytes of memory a training step of `batch` rows needs.
 
         An empty batch needs none.
         """
@@ -182,7 +184,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Step times of a model whose layers are on several devices.
+    """The step times of a model whose layers are placed on several devices.
 
     It never runs out of memory.
     """
@@ -196,12 +198,12 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         check_rising("curve", self.curve)
 
     def seconds(self, batch: int) -> float:
-        """Return the seconds of one training step of `batch` rows."""
+        """Return how long a training step of `batch` rows takes, in seconds."""
         return max(0.0, interpolate(self.curve, batch)) / 1000
 
 
 class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Memory and time of a model whose state can be sharded over the devices, as by FSDP."""
+    """Memory and time of a model whose state can be sharded over several devices, as in FSDP."""
 
     # parameters, gradients and optimizer state; part of each device's own memory use
     state_mib: Positive
@@ -216,10 +218,10 @@ class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A change of one device for a period.
+    """A change of a device for some time: less memory, less speed, or a failure.
 
-    Another process takes memory, the device gets slower, or it fails. Times are seconds from the
-    start. Raises `ValueError` if the event doesn't end after it begins.
+    Times are in seconds from the start. Raises `ValueError` if the event doesn't end after it
+    begins.
     """
 
     at_seconds: Amount
@@ -235,14 +237,17 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"it ends at {self.until_seconds} s, before it begins")
 
     def applies_to(self, position: int, at_seconds: float) -> bool:
-        """Return whether the event affects the device at `position` at this time."""
+        """Return True if the event affects a device at this time.
+
+        `position` is the device's index in the machine.
+        """
         return position == self.device and self.at_seconds <= at_seconds < self.until_seconds
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """A simulated machine: its devices, synchronization costs, limits and scheduled events.
+    """A simulated machine: its devices, synchronization times, limits and scheduled events.
 
-    A `position` is a device's index in `devices`.
+    In its methods, `position` is a device's index in `devices`.
     """
 
     devices: tuple[SimulatedDevice, ...]
@@ -253,11 +258,11 @@ class Machine(msgspec.Struct, frozen=True):
     shards: SimulatedShards | None = None
 
     def limit(self, position: int) -> Limit:
-        """Return the limit of the device at `position`."""
+        """Return the limit of a device."""
         return self.limits[position] if self.limits else Limit()
 
     def described(self) -> tuple[Device, ...]:
-        """Return the devices as `Device` objects, with ids such as `sim-0-gtx1080`."""
+        """Return the devices as `Device` objects, which have ids such as `sim-0-gtx1080`."""
         return tuple(
             Device(
                 id=f"sim-{position}-{device.slug}",
@@ -274,9 +279,10 @@ class Machine(msgspec.Struct, frozen=True):
     def device_seconds(
         self, position: int, share: int, busy_together: bool, passes: int = 1
     ) -> float:
-        """Return the seconds that a device takes to compute its share, with its compute limit.
+        """Return how long a device takes to compute its share, in seconds.
 
-        With `busy_together`, the slow-down by other devices that work at the same time is included.
+        Its compute limit is included. If `busy_together` is True, so is the slow-down by other
+        devices that work at the same time.
         """
         device = self.devices[position]
         percent = self.limit(position).percent
@@ -286,7 +292,7 @@ class Machine(msgspec.Struct, frozen=True):
     def pack_seconds(
         self, position: int, share: int, processes: int, busy_together: bool = False
     ) -> float:
-        """Return the step time in seconds of several training processes sharing one device.
+        """Return the step time, in seconds, if several training processes share a device.
 
         Each process computes `share` rows.
         """
@@ -297,19 +303,19 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def placement(self, name: str) -> SimulatedPlacement | None:
-        """Return the placement called `name`, or None if the machine has none."""
+        """Return the placement with this name, or None if the machine has none."""
         return next((placement for placement in self.placements if placement.name == name), None)
 
     def sync_seconds(self, active: Sequence[int]) -> float:
-        """Return the seconds of one gradient synchronization among these devices."""
+        """Return how long a gradient synchronization among these devices takes, in seconds."""
         return self.sync.seconds(
             len(active), len({self.devices[position].host for position in active})
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of a step's time.
+        """Return the relative standard deviation of the time of a step.
 
-        It is the highest among the devices with rows.
+        It is that of the device with most noise, among the devices that have rows.
         """
         return max(
             (d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0),
@@ -317,15 +323,16 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def memory_bytes(self, position: int, rows: int) -> int:
-        """Return the bytes that a device needs to train `rows` rows without sharding."""
+        """Return how many bytes a device needs to train on `rows` rows, without sharding."""
         return self.devices[position].memory_bytes(rows)
 
     def part_bytes(self, position: int, rows: int, part: float, in_passes: bool = False) -> int:
-        """Return the bytes that a device needs if it holds a fraction `part` of the state.
+        """Return how many bytes a device needs if it holds the fraction `part` of the state.
 
-        `rows` is the number of rows of one gradient-accumulation pass. With a single pass per step
-        (`in_passes` is False), gradients and activations don't exist at the same time, which saves
-        memory. Raises `ValueError` if the machine's model can't be sharded.
+        The state is the model's parameters, gradients and optimizer state. `rows` is the number of
+        rows in a gradient-accumulation pass. If a step has only one pass (`in_passes` is False),
+        gradients and activations don't exist at the same time, which saves memory. Raises
+        `ValueError` if the machine's model can't be sharded.
         """
         shards = self.shards
         if shards is None:
@@ -337,13 +344,13 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, used - min(freed, activations))
 
     def usable_memory_bytes(self, position: int) -> int:
-        """Return the bytes that training may use on a device: its memory, or a lower limit."""
+        """Return how many bytes training may use on a device: its memory, or its limit if lower."""
         own = round(self.devices[position].memory_mib * MIB)
         capped = self.limit(position).memory_bytes
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """Return the bytes of usable memory that other processes occupy at this time."""
+        """Return how many bytes of the usable memory other processes occupy at this time."""
         taken = sum(
             event.memory_taken_mib
             for event in self.events
@@ -353,7 +360,7 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, self.usable_memory_bytes(position) - left)
 
     def slowed(self, position: int, at_seconds: float) -> float:
-        """Return the fraction of its speed that the device loses at this time; 0 is full speed."""
+        """Return the fraction of its speed that a device loses at this time, or 0 if none."""
         if not self.events:
             return 0.0
         return max(
@@ -362,12 +369,12 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def lost(self, position: int, at_seconds: float) -> bool:
-        """Return whether the device has failed at this time."""
+        """Return True if a device has failed at this time."""
         return any(event.lost and event.applies_to(position, at_seconds) for event in self.events)
 
 
 def check_rising(key: str, points: Points) -> None:
-    """Raise `ValueError` if the first coordinates of the points aren't strictly increasing."""
+    """Raise `ValueError` unless the first coordinates of the points are strictly increasing."""
     for (size0, _), (size1, _) in pairwise(points):
         if size1 <= size0:
             raise ValueError(
@@ -376,10 +383,10 @@ def check_rising(key: str, points: Points) -> None:
 
 
 def interpolate(points: Points, batch: float) -> float:
-    """Return the value at `batch` on the piecewise linear curve through the points.
+    """Return the value at `batch` of the piecewise linear curve through the points.
 
-    Outside the points, the first or last segment is extended; if it falls, its end point's value is
-    returned.
+    Outside the points, the first or last segment is extended. If that segment falls, the value at
+    its end is returned instead.
     """
     above = bisect_left(points, batch, key=lambda point: point[0])
     right = min(max(above, 1), len(points) - 1)

@@ -1,4 +1,4 @@
-"""Network interfaces, addresses and ports that training processes on several hosts use."""
+"""Network interfaces, addresses and ports for training processes on several hosts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Endpoint = tuple[str, int]  # a host's address, and a port
 
 
 def loopback_interface() -> dict[str, str]:
-    """Return variables that make Gloo and NCCL use the loopback interface."""
+    """Return environment variables that make Gloo and NCCL use the loopback interface."""
     return dict.fromkeys(VARIABLES, "lo")
 
 
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
-    """Return variables that make Gloo and NCCL use the interface that leads to other hosts.
+    """Return environment variables that make Gloo and NCCL use the interface to other hosts.
 
-    `host` is this machine. A variable that is already set in the environment is left out. The
-    result is empty if there is no other host or no route.
+    `host` is this machine's name among `hosts`. Variables that are already set are left out. The
+    result is empty if there are no other hosts, or no route to them.
     """
     others = [other for other in hosts if other != host]
     interface = find_interface(others[0]) if others else ""
@@ -42,7 +42,7 @@ def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
 
 
 def find_interface(host: str) -> str:
-    """Return the name of the network interface that leads to a host, or ""."""
+    """Return the name of the network interface that leads to a host, or "" without a route."""
     own = find_source_address(host)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
     for name, addresses in interfaces.items():
@@ -52,7 +52,7 @@ def find_interface(host: str) -> str:
 
 
 def find_source_address(host: str) -> str:
-    """Return the local address that packets to `host` are sent from, or "" without a route.
+    """Return the local address from which packets to a host are sent, or "" without a route.
 
     No packet is sent.
     """
@@ -64,10 +64,10 @@ def find_source_address(host: str) -> str:
 
 
 def find_own_address(host: str, hosts: Iterable[str]) -> str:
-    """Return the address by which the other hosts can reach `host`, this machine.
+    """Return the address at which the other hosts can reach this machine, whose name is `host`.
 
-    If its name resolves only to loopback or not at all, returns the local address of a route to
-    another host.
+    If the name can't be resolved, or only to a loopback address, it is the local address of a route
+    to another host.
     """
     # a machine's own name often resolves to loopback, such as 127.0.1.1 on Debian
     named = [str(address[0]) for *_, address in resolve(host)]
@@ -79,9 +79,9 @@ def find_own_address(host: str, hosts: Iterable[str]) -> str:
 
 
 class Listener:
-    """Accepts connections for a connectivity test between hosts.
+    """Accepts connections, to test whether other hosts can connect to this one.
 
-    Two ports are opened: a free one and, unless it is taken, 29400, PyTorch's rendezvous port.
+    It listens at a free port and, unless it is taken, at 29400, PyTorch's port for rendezvous.
     Raises `OSError` if the address can't be used.
     """
 
@@ -94,7 +94,7 @@ class Listener:
             )
 
     def endpoints(self) -> list[Endpoint]:
-        """Return the address and port of each open socket."""
+        """Return the address and the port of each socket."""
         return [(self._address, sock.getsockname()[1]) for sock in self._sockets]
 
     def close(self) -> None:
@@ -104,9 +104,9 @@ class Listener:
 
 
 def find_unreachable(endpoints: Sequence[Endpoint]) -> list[tuple[Endpoint, str]]:
-    """Try to connect to all endpoints at once, and return the failures with their errors.
+    """Try to connect to all endpoints at the same time, and return those that failed.
 
-    The timeout is 3 seconds.
+    Each comes with its error. The timeout is 3 seconds.
     """
     with ThreadPoolExecutor(32) as pool:
         faults = list(pool.map(_try_connecting, endpoints))
@@ -134,10 +134,10 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str, option: str) -> Address:
-    """Parse `IP:PORT`, `[IPv6]:PORT` or `localhost:PORT`.
+    """Parse an address such as `IP:PORT`, `[IPv6]:PORT` or `localhost:PORT`.
 
-    `option` names the command-line option in the error. Raises `RequestError` if the text is
-    anything else.
+    `option` is the name of the command-line option in error messages. Raises `RequestError` for any
+    other text.
     """
     try:
         parts = urlsplit(f"//{text}")
@@ -156,7 +156,7 @@ def parse_address(text: str, option: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a Host header or `host:port` is `localhost` or a loopback address."""
+    """Return True if a Host header or `host:port` names `localhost` or a loopback address."""
     # This check protects a local server: a web page elsewhere can make a browser send a request to
     # this machine, but only under the page's own host name.
     try:

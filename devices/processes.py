@@ -1,4 +1,4 @@
-"""Load of the host, facts about processes, and signals to them."""
+"""Measure the load of the host and of processes, and send signals to processes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ FIRST_WAIT_SECONDS = 0.03  # a few kernel ticks, so that the first sample doesn'
 
 
 class HostMeter:
-    """Measures the host's CPU and memory use.
+    """Measures how much CPU and memory are used on this host.
 
-    After each call of `read`, `by_cpu` maps each online logical CPU to its load in percent.
+    After each call of `read`, `by_cpu` has the load of each online logical CPU in percent.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,9 @@ class HostMeter:
         self.by_cpu: dict[int, float] = {}  # logical CPU -> percent; empty before the first sample
 
     def read(self) -> HostSample:
-        """Measure CPU load since the previous call, and memory use.
+        """Measure the CPU load since the last call, and the memory in use.
 
-        The first call waits 30 ms to have an interval to measure.
+        The first call takes 30 ms, to have an interval to measure.
         """
         percents = psutil.cpu_percent(None if self.by_cpu else FIRST_WAIT_SECONDS, percpu=True)
         if len(percents) != len(self._cpus):
@@ -60,14 +60,14 @@ class HostMeter:
 
 
 def _online_cpus(count: int) -> Iterable[int]:
-    """Return the indices of the online CPUs, or `range(count)` if they can't be read."""
+    """Return the indices of the online CPUs, or `range(count)` if they are unknown."""
     with suppress(OSError, ValueError):
         return parse_cpu_list(ONLINE.read_text())
     return range(count)
 
 
 class ProcessReading(msgspec.Struct, frozen=True):
-    """Owner, command and resource use of one process; defaults stand for unknown values."""
+    """The owner, command and resource use of a process. Unknown values have their defaults."""
 
     pid: int
     start_time: float = 0.0  # Unix time in seconds; 0: unknown
@@ -79,7 +79,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
 
 
 class _LastReading(NamedTuple):
-    """A process's previous reading, to compute its CPU load."""
+    """The previous reading of a process, from which its CPU load is computed."""
 
     facts: ProcessReading
     started: bytes  # start in clock ticks since boot, to recognize a reused pid
@@ -88,16 +88,16 @@ class _LastReading(NamedTuple):
 
 
 class ProcessTable:
-    """Reads processes by pid, and caches what doesn't change between readings."""
+    """Reads processes by pid, and caches what doesn't change from reading to reading."""
 
     def __init__(self) -> None:
         self._known: dict[int, _LastReading] = {}
 
     def look(self, pid: int) -> ProcessReading:
-        """Read a process's owner, command, CPU load and memory.
+        """Read the owner, command, CPU load and memory of a process.
 
-        The CPU load is measured since the previous call for this process. If the process has ended
-        or can't be read, only `pid` is set in the result.
+        The CPU load is measured since the previous call for the same process. If the process has
+        ended or can't be read, only the `pid` of the result is set.
         """
         before = self._known.pop(pid, None)
         now = time.monotonic()
@@ -126,7 +126,7 @@ class ProcessTable:
         )
 
     def forget_others(self, pids: Iterable[int]) -> None:
-        """Drop the cached readings of processes that aren't in `pids`."""
+        """Remove cached readings, except those of the processes in `pids`."""
         self._known = {pid: self._known[pid] for pid in pids if pid in self._known}
 
 
@@ -138,7 +138,7 @@ def _look_up(process: psutil.Process) -> ProcessReading:
 
 
 def clean_text(text: str) -> str:
-    """Replace unprintable characters by spaces, and cut the text at 4096 characters."""
+    """Return a text of at most 4096 characters, with spaces in place of unprintable ones."""
     return "".join(sign if sign.isprintable() else " " for sign in text[:LONGEST_COMMAND]).strip()
 
 
@@ -147,10 +147,10 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil computes it from clock ticks
 
 
 def send_signal(row: ProcessSample, name: str) -> None:
-    """Send INT, TERM or KILL to the process of this row.
+    """Send the signal INT, TERM or KILL to the process in a row of the process table.
 
-    Raises `RequestError`, and sends nothing, if the process is on another host, has ended, isn't
-    the same process any more (its pid was reused), or belongs to another user.
+    Raises `RequestError`, without sending it, if the process is on another host, has ended, belongs
+    to another user, or if its pid was reused.
     """
     if row.host:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""The kinds of devices that evener supports, and the environment of a child process.
+"""The kinds of devices that evener supports, and the environment of processes that use them.
 
 To support another vendor, add a line to BACKENDS.
 """
@@ -49,28 +49,29 @@ def all_backends() -> tuple[Backend, ...]:
 
 
 def name_maker(devices: Iterable[Device]) -> str:
-    """Return the maker of the first device that has one, such as "NVIDIA"; else ""."""
+    """Return the maker of the first device that has one, such as "NVIDIA", or "" if none has."""
     makers = (find_backend(device.kind).maker for device in devices if device.kind in BACKENDS)
     return next(filter(None, makers), "")
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a device by its label or id: "gpu" for GPU:0 and GPU-8f3a…."""
+    """Return the kind of a device from its label or id, such as "gpu" for "GPU:0"."""
     return re.split("[:-]", name.lower(), maxsplit=1)[0]
 
 
 def is_simulated(names: Iterable[str]) -> bool:
-    """True if any of these labels or ids belongs to a simulated device."""
+    """Return True if any of these labels or ids is that of a simulated device."""
     return any(
         find_backend(kind).simulated for kind in set(map(kind_of, names)) if kind in BACKENDS
     )
 
 
 def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-    """Return the devices of this machine that the terms select, given environment variables.
+    """Find the devices of this machine that a request selects.
 
-    All terms have the same kind. For `auto`, return the first kind of accelerator that this machine
-    has, or else CPU slices with a note that says why.
+    `terms` are the parsed parts of the request, which are all for one kind of devices. `variables`
+    are environment variables, such as CUDA_VISIBLE_DEVICES. For `auto`, the result has the
+    accelerators of this machine, or else CPU slices and a message that says why.
     """
     if terms[0].kind != "auto":
         return find_backend(terms[0].kind).find(terms, variables)
@@ -85,21 +86,20 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
     return _use_the_cpu(limit, variables, " ".join(faults))
 
 
-def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
-    """Return all CPU slices, with a message that begins with `why`."""
+def _use_the_cpu(limit: Limit, variables: Mapping[str, str], reason: str) -> Discovery:
+    """Return all CPU slices, with a message that begins with the reason."""
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)
-    said = (
-        f"{why} So the CPU is used: {named}, with {each} logical CPU{'s' if each > 1 else ''} each."
-    )
+    cpus = f"{each} logical CPU{'s' if each > 1 else ''}"
+    said = f"{reason} So the CPU is used: {named}, with {cpus} each."
     return Discovery(found.devices, (said, *found.notes))
 
 
 def open_here(devices: tuple[Device, ...], notes: tuple[str, ...] = ()) -> Source:
-    """Return a source that samples these devices of this machine, all of one kind.
+    """Return a source that reads devices of this machine, which must all be of one kind.
 
-    Raises DeviceError if their driver was unloaded after their discovery.
+    Raises DeviceError if the driver has been unloaded since the devices were found.
     """
     return find_backend(devices[0].kind).open_source(Discovery(devices, notes))
 
@@ -112,7 +112,7 @@ def _load(place: str) -> Backend:
 
 
 def child_environment(devices: Sequence[Device], framework: str) -> ChildEnvironment:
-    """Return the environment of a process that trains on `devices` and sees no others.
+    """Return the environment of a process that trains on these devices and sees no others.
 
     `framework` is "tensorflow", "torch" or "none". Raises DeviceError if a limit can't be enforced,
     and ValueError if the devices are of several kinds.
@@ -129,9 +129,9 @@ def child_environment(devices: Sequence[Device], framework: str) -> ChildEnviron
 
 
 def import_path(inherited: str) -> str:
-    """Return a PYTHONPATH with which a child process imports the same evener as this one.
+    """Return the PYTHONPATH with which a child process imports the same evener as this one.
 
-    `inherited` is the current PYTHONPATH. It stays as it is if evener is installed.
+    `inherited` is the current PYTHONPATH. If evener is installed, it is returned unchanged.
     """
     home = Path(evener.__file__).resolve().parent.parent
     known = {Path(entry or os.curdir).resolve() for entry in sys.path}

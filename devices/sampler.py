@@ -1,4 +1,4 @@
-"""Sampling of a source at a fixed interval in a background thread, with a history of readings."""
+"""Read devices at a fixed interval in a background thread, and keep a history of the readings."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Samples a source in a background thread, and keeps a history of the readings.
+    """Reads a source at a fixed interval in a background thread, and keeps a history.
 
-    Each snapshot is passed to a subscriber. While the source doesn't answer, the last snapshot is
-    passed on, marked as stale. Raises `ValueError` if the interval is below 0.1 seconds. Two
-    threads never call the subscriber at once.
+    Each snapshot is passed to a subscriber, which is never called by two threads at the same time.
+    While the source doesn't answer, the last snapshot is passed on, marked as stale. Raises
+    `ValueError` if the interval is below 0.1 seconds.
     """
 
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
@@ -61,17 +61,18 @@ class Sampler:
         )
 
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
-        """Set the load of simulated devices: device id -> (samples/s, rows per pass).
+        """Set the load of simulated devices. Real devices aren't affected.
 
-        A pass is a gradient-accumulation pass. If the samples/s are None, the device works without
-        pauses. Devices that aren't in the mapping become idle. Has no effect on real devices.
+        `loads` has the samples/s and the rows per gradient-accumulation pass of each device, by
+        device id. If the samples/s are None, the device works without pauses. Devices that aren't
+        in `loads` become idle.
         """
         if isinstance(self.source, SimulatedSource):
             for position, device in enumerate(self.source.devices()):
                 self.source.set_load(position, *loads.get(device.id, ()))
 
     def start(self, subscriber: Subscriber | None = None) -> None:
-        """Start sampling. A background thread passes each snapshot to the subscriber.
+        """Start reading. A background thread passes each snapshot to the subscriber.
 
         Exceptions of the subscriber are logged. A second call only replaces the subscriber.
         """
@@ -82,9 +83,9 @@ class Sampler:
                 thread.start()
 
     def close(self, wait_seconds: float = JOIN_SECONDS) -> bool:
-        """Stop sampling, and return whether the sampling thread has ended within `wait_seconds`.
+        """Stop reading, and return True if the thread has ended within `wait_seconds` seconds.
 
-        The source is closed when that thread ends, or here if `start` wasn't called.
+        The source is closed when the thread ends, or here if `start` wasn't called.
         """
         self._stop.set()
         deadline = time.monotonic() + wait_seconds
@@ -97,9 +98,9 @@ class Sampler:
         return not self._threads[0].is_alive()
 
     def latest(self) -> Snapshot | None:
-        """Return the newest snapshot, or None before the first one.
+        """Return the newest snapshot, or None if there is none yet.
 
-        If it is overdue, its readings are marked as stale.
+        If the next one is overdue, the readings are marked as stale.
         """
         with self._lock:
             last = self._last
@@ -111,24 +112,26 @@ class Sampler:
     def history(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """Return a metric's values in the newest snapshots, oldest first.
+        """Return the values of a metric in the newest snapshots, with the oldest first.
 
-        Missing values are None.
-
-        `key` is a device's key or a training run's id, `metric` a reading of `DeviceSample` or
-        "noise_scale".
+        `key` is the key of a device or the id of a training run. `metric` is a reading of
+        `DeviceSample` or "noise_scale". `newest` is the maximum number of values. Missing values
+        are None.
         """
         with self._lock:
             return self._history.values(key, metric, newest)
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
-        """Return the Unix times in seconds of the newest snapshots, oldest first."""
+        """Return the Unix times of the newest snapshots in seconds, with the oldest first.
+
+        `newest` is the maximum number of times.
+        """
         with self._lock:
             return self._history.times(newest)
 
     @property
     def ticks(self) -> int:
-        """Number of snapshots taken since the start."""
+        """The number of snapshots since the start."""
         with self._lock:
             return self._history.count
 
@@ -156,7 +159,7 @@ class Sampler:
         self._notify(snapshot)
 
     def _watch(self) -> None:
-        """While the source is overdue, pass its last snapshot on, marked as stale."""
+        """Pass the last snapshot on, marked as stale, while the next one is overdue."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:
@@ -173,7 +176,10 @@ class Sampler:
 
 
 class History:
-    """Readings of the last `ticks` snapshots, one array per device and metric. Not thread-safe."""
+    """The readings of the last `ticks` snapshots, in an array for each device and metric.
+
+    Not thread-safe.
+    """
 
     def __init__(self, ticks: int) -> None:
         self._most = ticks
@@ -210,7 +216,7 @@ class History:
             column[before] = value  # a second report of the same training
 
     def _forget(self) -> None:
-        """Drop values older than the last `ticks` snapshots, and metrics without any value."""
+        """Remove values older than the last `ticks` snapshots, and metrics without any value."""
         del self._times[: -self._most]
         for column in self._columns.values():
             del column[: -self._most]
@@ -221,7 +227,10 @@ class History:
     def values(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """Return the newest values of a metric, oldest first. Missing readings are None."""
+        """Return the newest values of a metric, with the oldest first. Missing values are None.
+
+        `newest` is the maximum number of values.
+        """
         kept = self._kept(newest)
         column = self._columns.get((key, metric))
         if column is None:
@@ -229,7 +238,10 @@ class History:
         return tuple([None if value != value else value for value in column[len(column) - kept :]])
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
-        """Return the Unix times in seconds of the newest snapshots, oldest first."""
+        """Return the Unix times of the newest snapshots in seconds, with the oldest first.
+
+        `newest` is the maximum number of times.
+        """
         kept = self._kept(newest)
         return tuple(self._times[len(self._times) - kept :])
 
@@ -238,13 +250,14 @@ class History:
 
 
 def stale(
-    snapshot: Snapshot, age_seconds: float, why: str = "the driver does not answer"
+    snapshot: Snapshot, age_seconds: float, reason: str = "the driver does not answer"
 ) -> Snapshot:
-    """Return a copy of the snapshot with stale readings and a message that says why.
+    """Return a copy of a snapshot whose readings are marked as stale, with a message.
 
-    `age_seconds` is added to the age of each current reading.
+    `age_seconds` is added to the age of each current reading, and `reason` is why there is no newer
+    one.
     """
-    note = f"No reading for {age_seconds:.0f} s: {why}."
+    note = f"No reading for {age_seconds:.0f} s: {reason}."
     devices = (_stale_readings(sample, age_seconds) for sample in snapshot.devices)
     return msgspec.structs.replace(
         snapshot,
@@ -265,16 +278,16 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 
 
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """Return an unstarted sampler of the requested devices, and the devices usable for training.
+    """Return a sampler of the requested devices, and which of them can be used for training.
 
-    Raises the same errors as `discover`.
+    The sampler isn't started yet. Raises the same errors as `discover`.
     """
     found = discover(devices, only_visible=False, ray_address=ray_address)
     return Sampler(open_source(found)), _trainable(found.devices)
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Return the devices that CUDA_VISIBLE_DEVICES, or a similar variable, doesn't hide."""
+    """Return the devices that no variable, such as CUDA_VISIBLE_DEVICES, hides."""
     if not devices or devices[0].host:
         return devices
     # an environment variable may hide some GPUs from frameworks

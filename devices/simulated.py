@@ -1,9 +1,9 @@
-"""Simulated devices, from the catalogue or a machine file, with computed readings.
+"""Simulated devices from the catalogue or a machine file, whose readings are computed.
 
-The readings depend on two quantities: `busy`, the fraction of time in which the device computes,
-and `effort`, its throughput relative to its maximum. Utilization is busy^0.2, so that small batches
-also show about 95 %, as on real GPUs. Power depends mostly on effort, and temperature follows it
-with a lag.
+The readings depend on two quantities: `busy` is the fraction of time in which the device computes,
+and `effort` its throughput relative to its maximum. Utilization is busy^0.2, so that it is about 95
+% even for small batches, as on real GPUs. Power depends mostly on effort, and temperature follows
+power with a lag.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Table = TypeVar("Table", bound=msgspec.Struct)
 
 
 class MachineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of a machine file in TOML."""
+    """The contents of a machine file in TOML."""
 
     device: tuple[SimulatedDevice, ...] = ()
     sync: Sync = Sync()  # absent: synchronization costs nothing
@@ -58,7 +58,10 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def load_machine(path: str | PathLike[str]) -> Machine:
-    """Read a machine file. Raises `RequestError` if it can't be read or is invalid."""
+    """Read a machine file.
+
+    Raises `RequestError` if it can't be read or is invalid.
+    """
     text = read_whole(path, "machine file", "Name an existing TOML file with [[device]] tables.")
     return parse_machine(text, str(path))
 
@@ -66,7 +69,8 @@ def load_machine(path: str | PathLike[str]) -> Machine:
 def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
     """Parse the text of a machine file.
 
-    `source` names the file in errors. Raises `RequestError` if the text isn't a valid machine.
+    `source` is the file's name in error messages. Raises `RequestError` if the text isn't a valid
+    machine.
     """
     data = _decode(text, source)
     file = _convert(data, MachineFile, source)
@@ -90,7 +94,7 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 
 
 def _check_positions(file: MachineFile, source: str) -> None:
-    """Raise `RequestError` if a placement's name is repeated, or a device index is out of range."""
+    """Raise `RequestError` if two placements have the same name, or a device doesn't exist."""
     devices = len(file.device)
     for i, placement in enumerate(file.placement):
         where = f"{source}: placement {i}"
@@ -111,9 +115,9 @@ def _check_positions(file: MachineFile, source: str) -> None:
 
 
 def catalogue(names: Sequence[str]) -> Machine:
-    """Return a machine of devices from the catalogue, by name, such as `gtx1080ti`.
+    """Return a machine that consists of devices in the catalogue, such as `gtx1080ti`.
 
-    Its synchronization cost is the highest among the named devices. Raises `RequestError` for an
+    Its synchronization cost is the highest of any of these devices. Raises `RequestError` for an
     unknown name or an empty list.
     """
     entries, default = _entries()
@@ -178,7 +182,7 @@ def _convert(table: Any, kind: type[Table], where: str) -> Table:
 
 
 def _explain_decoding_error(message: str, table: Any, where: str) -> str:
-    """Turn msgspec's error into a message that names the table, the key and the wrong value."""
+    """Return msgspec's error as a message that names the table, the key and the wrong value."""
     text, _, path = message.partition(" - at `$")
     seen = table
     for key, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):
@@ -221,7 +225,7 @@ FULL_LINK_BYTES = 9e9
 
 
 class SimulatedLoad(msgspec.Struct, frozen=True):
-    """Load of a simulated device at one moment, or its mean over an interval."""
+    """The load of a simulated device at some time, or its mean over an interval."""
 
     samples_per_second: float
     busy: float  # fraction of time in which the device computes
@@ -231,7 +235,7 @@ class SimulatedLoad(msgspec.Struct, frozen=True):
 
 
 class _LoadMeter:
-    """Averages a device's load over the time between readings."""
+    """Averages a device's load from one reading to the next."""
 
     def __init__(self, load: SimulatedLoad, now: float) -> None:
         self._load = load
@@ -239,12 +243,12 @@ class _LoadMeter:
         self._past: list[tuple[float, SimulatedLoad]] = []  # (seconds, load) since the last reading
 
     def change(self, load: SimulatedLoad, now: float) -> None:
-        """Set the load from `now` on."""
+        """Set the load that the device has from `now` on."""
         self._note(now)
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """Return the device's load since the previous reading: means, and the peak memory."""
+        """Return the device's load since the last reading: its means, and the peak memory."""
         self._note(now)
         past = self._past
         self._past = []
@@ -279,9 +283,9 @@ class _State(msgspec.Struct):
 
 
 class SimulatedSource:
-    """Source of computed readings for simulated devices.
+    """Computes readings of simulated devices.
 
-    `seed` fixes the noise of the readings. `set_load` is thread-safe.
+    The same `seed` gives the same noise. `set_load` is thread-safe.
     """
 
     def __init__(
@@ -313,9 +317,10 @@ class SimulatedSource:
     def set_load(
         self, position: int, samples_per_second: float | None = 0.0, share: int = 0
     ) -> None:
-        """Set a device's samples/s, and the rows of each of its gradient-accumulation passes.
+        """Set a device's samples/s and the rows of each of its gradient-accumulation passes.
 
-        If `samples_per_second` is None, the device works without pauses. The defaults make it idle.
+        If `samples_per_second` is None, the device works without pauses. With the defaults, it is
+        idle.
         """
         if samples_per_second is not None:
             rate = max(0.0, samples_per_second)
@@ -327,7 +332,7 @@ class SimulatedSource:
             )
 
     def sample(self) -> Snapshot:
-        """Compute the readings of all devices from their load since the previous sample."""
+        """Compute the readings of all devices from their load since the last sample."""
         now = self._builder.begin()
         with self._lock:
             loads = [state.meter.read(now) for state in self._states]
@@ -337,10 +342,10 @@ class SimulatedSource:
         return self._builder.snapshot(samples, notes)
 
     def close(self) -> None:
-        """Do nothing: no resource is held."""
+        """Do nothing, because there is nothing to release."""
 
     def _make_load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
-        """Return the load of a device that trains at this throughput in passes of `share` rows."""
+        """Return the load of a device that trains in passes of `share` rows."""
         physics = self.machine.devices[position]
         busy = 0.0
         if samples_per_second and share:
@@ -356,9 +361,9 @@ class SimulatedSource:
         )
 
     def _sample_device(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
-        """Compute the readings of one device, and advance its temperature and energy.
+        """Compute the readings of one device, and update its temperature and energy.
 
-        `together` is True if several devices have work, so that they exchange gradients.
+        `together` is True if several devices have work, and so exchange gradients.
         """
         device = self._devices[position]
         state = self._states[position]
@@ -409,17 +414,17 @@ def _noisy(share: float, jitter: float) -> float:
 
 
 class SimulatedDevices(Backend):
-    """Backend of simulated devices, which are requested as `sim:NAME` or `sim:FILE`."""
+    """The backend of simulated devices, which are requested as `sim:NAME` or `sim:FILE`."""
 
     kind = "sim"
     own_memory = False
     simulated = True
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the devices of a machine file, or those named in the catalogue.
+        """Return the devices of a machine file, or devices in the catalogue.
 
-        Raises `RequestError` for an unknown name, an invalid file, or a machine file combined with
-        other devices.
+        Raises `RequestError` if a name is unknown, a file is invalid, or a machine file is combined
+        with other devices.
         """
         files = [
             term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick
@@ -440,12 +445,12 @@ class SimulatedDevices(Backend):
         return Discovery(machine.described(), (), machine)
 
     def write_term(self, device_id: str) -> str:
-        """Raise `DeviceError`: a plan for simulated devices can't be used for training."""
+        """Raise `DeviceError`, because a plan for simulated devices can't be used for training."""
         raise DeviceError(
             f"The plan is for a simulated device, {device_id}.", "Make one for real devices."
         )
 
     def open_source(self, discovery: Discovery) -> Source:
-        """Open a source of readings of the simulated machine."""
+        """Return a source that computes readings of the simulated machine."""
         assert discovery.machine is not None
         return SimulatedSource(discovery.machine)

@@ -1,4 +1,4 @@
-"""Builds snapshots of devices, processes and the throughput of training runs."""
+"""Build snapshots of devices, processes and the throughput of training runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .types import (
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
-    """A process's use of one device, as the driver reports it."""
+    """How much a process uses a device, as the driver reports it."""
 
     pid: int
     memory_bytes: Reading = UNSUPPORTED
@@ -33,7 +33,10 @@ class DeviceUse(msgspec.Struct, frozen=True):
 
 
 class SnapshotBuilder:
-    """Builds snapshots from device readings, processes and training reports. Not thread-safe."""
+    """Builds snapshots from readings of devices, processes and reports of training runs.
+
+    Not thread-safe.
+    """
 
     def __init__(
         self, rates: TrainingRates | None = None, clock: Callable[[], float] = time.monotonic
@@ -46,7 +49,7 @@ class SnapshotBuilder:
         self._rates = rates or TrainingRates()
 
     def begin(self) -> float:
-        """Start a new snapshot, and return its monotonic time in seconds."""
+        """Begin a new snapshot, and return its time in seconds of the monotonic clock."""
         now = self.clock()
         self.interval_seconds = max(0.0, now - self._started)
         self._started = now
@@ -60,10 +63,10 @@ class SnapshotBuilder:
         driver: str = "",
         host: HostSample | None = None,
     ) -> Snapshot:
-        """Return the snapshot that `begin` started, with processes and the host.
+        """Return the snapshot that was begun, from the samples of its devices.
 
-        `seen` maps device ids to the processes that the driver reports. If `host` is None, the host
-        is measured here.
+        `seen` has the processes that the driver reports, by device id. Without `host`, the host's
+        load is measured here.
         """
         devices, processes = self.complete(samples, seen or {})
         self._book.forget_others(process.pid for process in processes)
@@ -82,7 +85,7 @@ class SnapshotBuilder:
     def complete(
         self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[DeviceUse]]
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
-        """Add training throughput to the device readings, and list the processes on each device."""
+        """Add the throughput of training runs to the samples, and list each device's processes."""
         devices = [sample.device for sample in samples]
         pids = {identity: [each.pid for each in there] for identity, there in seen.items()}
         rates = self._rates.by_process(devices, pids)
@@ -103,7 +106,7 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return the processes on a device: from the driver, and from training reports."""
+    """Return the processes on a device, from the driver and from reports of training runs."""
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
     return [*seen, *(DeviceUse(pid) for pid in reported if pid not in known)]
@@ -132,7 +135,7 @@ def _row(
 
 
 def _serves_others(device: Device, command: str) -> bool:
-    """Return whether the command is a server that runs other processes' kernels, such as MPS."""
+    """Return True if a command is a server that runs kernels of other processes, such as MPS."""
     program, *_ = command.split(maxsplit=1) or [""]
     return program.rpartition("/")[2] in find_backend(device.kind).server_programs
 
@@ -154,7 +157,7 @@ Rates = dict[tuple[int, str], tuple[float, float]]
 class TrainingRates:
     """Reads the reports of running training processes, and assigns their throughput to devices.
 
-    `read` returns the reports; it is called at most every 0.5 seconds.
+    `read` returns the reports. It is called at most every 0.5 seconds.
     """
 
     def __init__(
@@ -172,10 +175,11 @@ class TrainingRates:
         self.reports: tuple[Training, ...] = ()
 
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
-        """Return samples/s by process and device, and how many seconds each report is overdue.
+        """Return the samples/s of each process on each device, and how overdue its report is.
 
-        `pids` maps device ids to processes that the driver sees there, for reports that don't name
-        a device. Reports are read at most every 0.5 seconds.
+        `pids` has the processes that the driver sees, by device id. They are used if a report
+        doesn't name its devices. The result has the samples/s and the seconds overdue, by process
+        and device id.
         """
         if self._clock() >= self._next_read:
             self._next_read = self._clock() + READ_PERIOD_SECONDS
@@ -207,9 +211,8 @@ class TrainingRates:
     def tokens(self, pid: int) -> tuple[Reading, Reading]:
         """Return a process's tokens/s without padding, and the padding in percent of all tokens.
 
-        Both readings are unsupported if its reports contain no token counts, and stale if the
-        report is more than 5 seconds overdue. They come from the reports that the last `by_process`
-        has read.
+        Both are from the reports that `by_process` last read. They are unsupported if there are no
+        token counts, and stale if the report is more than 5 seconds overdue.
         """
         found = [each for each in self._trainings if each.pid == pid and each.tokens_per_second]
         if not found:
@@ -223,10 +226,10 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """Return the sum of rates as a reading. Rates more than 5 seconds overdue are ignored.
+    """Return the sum of rates as a reading. Each rate comes with its report's seconds overdue.
 
-    If all are overdue, their sum is returned as a stale reading. Without rates, the reading is
-    unsupported.
+    Rates that are more than 5 seconds overdue are ignored, unless all are; their sum is then
+    returned as a stale reading. Without rates, the reading is unsupported.
     """
     if not parts:
         return Reading(State.UNSUPPORTED)
@@ -237,7 +240,7 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
 
 
 def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
-    """Fill in the device id of a rank's report by its device index, if it has no id yet."""
+    """Add the device id to a report that has only the index of the device."""
     if live.id or live.index not in by_index:
         return live
     return msgspec.structs.replace(live, id=by_index[live.index].id)
@@ -246,10 +249,10 @@ def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDev
 def _with_local_ids(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
-    """Return a training report with the ids of this machine's devices filled in.
+    """Return a training report with the ids of this machine's devices.
 
-    An id that can't be found stays empty. If a report has no devices, its throughput is divided
-    equally over the devices where the driver sees its process.
+    An id that can't be found stays empty. If a report names no devices, its throughput is divided
+    equally among the devices on which the driver sees its process.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
@@ -270,14 +273,13 @@ def _with_local_ids(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Map the device indices in a process's report to devices.
+    """Return which devices the indices in a process's report refer to.
 
-    If the driver sees the process on as many devices as there are indices, both are matched in
-    ascending order. Otherwise the indices are taken as the driver's own.
+    If the driver sees the process on as many devices as there are indices, they are matched in
+    ascending order. Otherwise, the indices are assumed to be those of the driver.
     """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)
         return dict(zip(bare, in_order, strict=True))
-    # otherwise, assume that the framework counts as the driver does
     accelerators = [device for device in devices if find_backend(device.kind).own_memory]
     return {device.index: device for device in accelerators}

@@ -56,11 +56,11 @@ _LIMIT_WITHOUT_AT = re.compile(  # a machine file may have such a name
 
 
 def parse_request(spec: str) -> tuple[Term, ...]:
-    """Parse a device request, a comma-separated list such as `gpu:0@60%,gpu:1`, into its terms.
+    """Parse a request for devices, such as `gpu:0@60%,gpu:1`, into its terms.
 
-    Whether the devices exist is not checked. Raises `RequestError` if the text isn't a valid
-    request, or if its devices can't train together: devices of several kinds, or local devices and
-    devices of a Ray cluster.
+    Terms are the comma-separated parts. Whether the devices exist isn't checked. Raises
+    `RequestError` if the request is invalid, or if its devices can't train together, because they
+    are of several kinds, or only some of them are in a Ray cluster.
     """
     terms: list[Term] = []
     for text in spec.split(","):
@@ -70,7 +70,7 @@ def parse_request(spec: str) -> tuple[Term, ...]:
 
 
 def _check_together(terms: Sequence[Term], spec: str) -> None:
-    """Raise `RequestError` if the terms of one request can't be combined."""
+    """Raise `RequestError` if the terms of a request can't be combined."""
     if len({term.host is None for term in terms}) > 1:
         raise RequestError(
             f"{spec!r} mixes this machine with the Ray cluster.",
@@ -131,9 +131,9 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
-    """Parse a part of a device list that names no kind of device.
+    """Parse a part of a request that doesn't name a kind of devices.
 
-    It is a device id, or a further index after a term, such as the 2 in `gpu:0,2`. Raises
+    It is a device id, or a further index of the term before, such as the 2 in `gpu:0,2`. Raises
     RequestError if it is neither.
     """
     if "-" in body:
@@ -163,9 +163,9 @@ _PART = re.compile(r"(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*(%|[a-zA-Z]{1,3})", 
 def parse_limit(text: str) -> Limit:
     """Parse a limit such as `60%`, `8GiB` or `60%+8GiB`.
 
-    The percentage limits compute, the size limits memory. Raises `RequestError` for a malformed or
-    repeated part, a percentage that isn't above 0 and at most 100, or a size below 1 byte or above
-    1 EiB.
+    A percentage limits compute, and a size limits memory. Raises `RequestError` if a part is
+    malformed or repeated, if the percentage isn't above 0 and at most 100, or if the size is below
+    1 byte or above 1 EiB.
     """
     found: dict[str, Decimal] = {}
     for part in text.split("+"):
@@ -191,7 +191,7 @@ def parse_limit(text: str) -> Limit:
 
 
 def write_limit(limit: Limit) -> str:
-    """Return a limit as text that `parse_limit` reads back; "" if nothing is limited."""
+    """Return a limit as text that `parse_limit` can read, or "" if nothing is limited."""
     parts = []
     if limit.percent is not None:
         # the shortest decimal, without an exponent

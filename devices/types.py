@@ -1,6 +1,6 @@
-"""Devices, their limits, and their readings.
+"""Devices, their limits, and the readings of their metrics.
 
-A reading is a metric's value, or the reason why there is none.
+A reading has the value of a metric, or the reason why there is none.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of device
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """A limit after `@` in `--devices`: a percentage of a device's compute, its memory, or both.
+    """A limit after `@` in `--devices`: of a device's compute, its memory, or both.
 
-    On real devices it is enforced; simulated ones get slower or smaller.
+    It is enforced on real devices. Simulated devices become slower or smaller.
     """
 
     percent: float | None = None  # of its compute, above 0 and at most 100
@@ -47,24 +47,24 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """True for a CPU slice, which uses the host's cores and memory."""
+        """True for a CPU slice, which uses cores and memory of the host."""
         return self.kind == "cpu"
 
     @property
     def label(self) -> str:
-        """The display name, such as GPU:0; in a Ray cluster with its host, as in 10.0.0.2/GPU:0."""
+        """The name to display, such as "GPU:0", or "10.0.0.2/GPU:0" in a Ray cluster."""
         short = f"{self.kind.upper()}:{self.index}"
         # hosts in journals are untrusted text
         return f"{self.host}/{short}" if self.host and self.host.isprintable() else short
 
     @property
     def key(self) -> str:
-        """The device's id, with its host in front if it has one: unique in a cluster."""
+        """The device's id, after its host's name in a Ray cluster. It is unique in the cluster."""
         return f"{self.host}/{self.id}" if self.host else self.id
 
     @property
     def usable_memory_bytes(self) -> int | None:
-        """The memory that training may use: the device's own or its limit, whichever is less.
+        """The memory that training may use: the device's memory or its limit, if that is lower.
 
         None if both are unknown.
         """
@@ -73,7 +73,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Term(msgspec.Struct, frozen=True):
-    """One term of `--devices`, such as gpu:0@60%; `devices/terms.py` parses them."""
+    """A part of `--devices`, such as "gpu:0@60%". `devices/terms.py` parses it."""
 
     kind: str  # "auto", or a key of devices/registry.py
     pick: str = ""  # index, UUID, catalogue name or file; empty: all of the kind
@@ -83,12 +83,12 @@ class Term(msgspec.Struct, frozen=True):
 
 
 def limited(device: Device, limit: Limit) -> Device:
-    """Return the device with this limit; an empty limit changes nothing."""
+    """Return a device with this limit. An empty limit changes nothing."""
     return msgspec.structs.replace(device, limit=limit) if limit else device
 
 
 def group_by_host(devices: Iterable[Device]) -> dict[str, tuple[Device, ...]]:
-    """Return the devices by host; "" is this machine."""
+    """Return the devices of each host. The host "" is this machine."""
     hosts: dict[str, tuple[Device, ...]] = {}
     for device in devices:
         hosts[device.host] = (*hosts.get(device.host, ()), device)
@@ -96,7 +96,7 @@ def group_by_host(devices: Iterable[Device]) -> dict[str, tuple[Device, ...]]:
 
 
 class State(StrEnum):
-    """Whether a reading has a value, and if not, why."""
+    """Whether a reading has a value, or why it has none."""
 
     VALUE = "value"
     UNSUPPORTED = "unsupported"  # this device can't report it
@@ -111,7 +111,7 @@ _VALUE = State.VALUE
 
 
 class Reading(msgspec.Struct, frozen=True, gc=False):
-    """The value of one metric, or the reason why there is none.
+    """The value of a metric, or the reason why there is none.
 
     `age_seconds` is the time since the value was measured. `value` is None unless `state` is VALUE
     or STALE.
@@ -123,11 +123,11 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def current(self) -> float | None:
-        """The value; None if it is missing or out of date."""
+        """The value, or None if it is missing or out of date."""
         return self.value if self.state is _VALUE else None
 
     def aged(self, age_seconds: float, state: State | None = None) -> Reading:
-        """Return the reading with this age, and with another state if one is given.
+        """Return the reading with this age and, if given, another state.
 
         A reading without a value is returned unchanged.
         """
@@ -149,12 +149,12 @@ PENDING = Reading(State.STALE)  # no value yet: a rate needs two samples
 
 
 def value(number: float, age_seconds: float = 0.0) -> Reading:
-    """Return a reading with this value, measured `age_seconds` ago."""
+    """Return a reading with this value, which was measured `age_seconds` ago."""
     return Reading(_VALUE, float(number), age_seconds)
 
 
 class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
-    """All metrics of one device at one tick; percentages are 0 to 100."""
+    """All metrics of one device in a snapshot. Percentages are from 0 to 100."""
 
     device: Device
     utilization_percent: Reading = UNSUPPORTED  # time in which any kernel ran
@@ -188,7 +188,7 @@ class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One process on one device at one tick; a process on two devices has two samples."""
+    """A process on a device in a snapshot. A process on two devices has two samples."""
 
     pid: int
     # Unix time in seconds, as psutil reports it; identifies a process together with the pid
@@ -211,7 +211,7 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The CPU load and memory of a machine at one tick."""
+    """The CPU load and memory of a machine in a snapshot."""
 
     cpu_percent: float
     load_1min: float
@@ -222,7 +222,7 @@ class HostSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One tick: samples of all devices and processes, and of the host."""
+    """Readings of all devices and processes, and of the host, at some time."""
 
     at_seconds: float  # Unix time
     interval_seconds: float  # since the previous tick
@@ -237,16 +237,19 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(Protocol):
-    """Samples a fixed set of devices.
+    """Reads the metrics of a fixed set of devices.
 
-    A failure of a device isn't raised, but shown in its readings.
+    If a device fails, no error is raised, but its readings show it.
     """
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the devices that are sampled."""
+        """Return the devices that this source reads."""
 
     def sample(self) -> Snapshot:
-        """Sample all devices, their processes and the host; always call it from the same thread."""
+        """Read all devices, their processes and the host.
+
+        Always call it from the same thread.
+        """
 
     def close(self) -> None:
-        """Release the driver and other resources."""
+        """Release the driver and all other resources."""

@@ -1,6 +1,6 @@
-"""Ray actors that run evener's functions and hold its objects on the hosts of a cluster.
+"""Ray actors that run evener's functions and keep its objects on the hosts of a cluster.
 
-An actor also reserves the GPUs of its host. `Agent` is the handle of an actor in this process.
+An actor also reserves the GPUs of its host. An `Agent` is this process's handle of an actor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ActorLostError(HostLostError):
 
 
 class HostActor:
-    """Ray actor that runs evener's functions, and keeps its objects, on one host of a cluster."""
+    """A Ray actor on one host of a cluster, which runs functions and keeps objects there."""
 
     def __init__(self) -> None:
         # Ray sets it to 1 for itself, and child processes would inherit that
@@ -66,29 +66,29 @@ class HostActor:
         return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on this host."""
+        """Call a function on this host, and return its result."""
         return function(*arguments)
 
     def keep(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
-        """Create an object by calling `make`, and keep it in the actor under `name`."""
+        """Create an object by calling `make`, and keep it in the actor under a name."""
         self._kept[name] = make(*arguments)
 
     def ask(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the object kept under `name`, and return its result.
+        """Call a method of the object that is kept under `name`, and return the result.
 
-        `method` may be dotted, such as "monitor.read", to call a method of an attribute.
+        `method` may have dots, such as "monitor.read", to call a method of an attribute.
         """
         return attrgetter(method)(self._kept[name])(*arguments)
 
     def drop(self, name: str) -> None:
-        """Close and remove the object kept under `name`. An unknown name is ignored."""
+        """Close and remove the object that is kept under `name`. Unknown names are ignored."""
         kept = self._kept.pop(name, None)
         if kept is not None:
             kept.close()
 
 
 def _end_with_parent() -> None:
-    """Wait until the parent process has ended, then exit this process."""
+    """Exit this process once its parent process has ended."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
@@ -97,9 +97,9 @@ def _end_with_parent() -> None:
 
 
 class Agent:
-    """Handle of evener's actor on one host, which can restart the actor if it dies.
+    """This process's handle of evener's actor on one host. It can restart the actor if it dies.
 
-    If `reserves` is True, the actor holds the free GPUs of its node in Ray.
+    If `reserves` is True, the actor reserves the free GPUs of its node in Ray.
     """
 
     def __init__(self, node: Node, actor: Any, reserves: bool = True) -> None:
@@ -115,17 +115,17 @@ class Agent:
         self._group: Any = None  # the placement group that holds the reserved CPUs
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the actor's method, and return Ray's reference to the result."""
+        """Start a call of a method of the actor, and return Ray's reference to the result."""
         return getattr(self._actor, method).remote(*arguments)
 
     def finish(
         self, call: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
     ) -> Any:
-        """Wait for a call that `begin` started, and return its result.
+        """Wait for a call that `begin` has started, and return its result.
 
-        Returns None if the event `stop` is set while waiting. Exceptions of the called function are
-        raised again here. Raises `HostLostError` after `seconds` without a result or if the host is
-        gone, and `ActorLostError` if only the actor has died.
+        Returns None if the event `stop` is set in the meantime. Exceptions of the called function
+        are raised again here. Raises `HostLostError` if there is no result after `seconds` seconds
+        or the host is gone, and `ActorLostError` if only the actor has died.
         """
         import ray
 
@@ -156,7 +156,7 @@ class Agent:
         return cast(T, self.finish(self.begin("call", function, *arguments)))
 
     def keep(self, make: Callable[..., Any], *arguments: Any) -> RemoteObject:
-        """Create an object on the host, and return a handle to it.
+        """Create an object on the host by calling `make`, and return a handle of it.
 
         Closing the handle closes the object.
         """
@@ -166,17 +166,20 @@ class Agent:
         return RemoteObject(self, name)
 
     def drop(self, name: str) -> None:
-        """Close the object kept under `name` on the host. Does nothing if the host is lost."""
+        """Close the object that is kept under `name` on the host.
+
+        Does nothing if the host is lost.
+        """
         self._kept.pop(name, None)
         with suppress(HostLostError):
             self.finish(self.begin("drop", name), CLOSE_SECONDS)
 
     def restart(self, generation: int) -> bool:
-        """Start a new actor after a failure, and create the kept objects again.
+        """Start a new actor after a failure, and create the objects that it kept again.
 
-        `generation` is the agent's value when the failed call began: if another thread has
-        restarted the actor since, nothing is done. Returns False if the host has left the cluster,
-        its GPUs are taken, or the actor has been restarted five times.
+        `generation` is what `self.generation` was when the failed call began. If it has changed,
+        another thread has already restarted the actor, and nothing is done. Returns False if the
+        host has left the cluster, its GPUs are taken, or the actor has been restarted five times.
         """
         with self._restarting:
             if self.generation != generation:  # another thread has restarted it
@@ -196,7 +199,7 @@ class Agent:
             return True
 
     def alive(self) -> bool:
-        """Return whether the actor answers within 12 seconds."""
+        """Return True if the actor answers within 12 seconds."""
         try:
             self.finish(self.begin("gpu_ids"), ALIVE_SECONDS)
         except HostLostError:
@@ -206,7 +209,7 @@ class Agent:
     def hold_cpus(self, wanted: float) -> float:
         """Reserve logical CPUs of the node in Ray, and return how many couldn't be reserved.
 
-        `wanted` is first lowered to the number of CPUs that the node has in Ray.
+        No more than the node's CPUs in Ray are reserved, even if `wanted` is larger.
         """
         wanted = min(wanted, self.node.cpus)
         free = self.node.free_cpus + self._held_cpus
@@ -229,7 +232,7 @@ class Agent:
                 self._held_cpus = cpus
 
     def end(self) -> None:
-        """Kill the actor and release what it has reserved."""
+        """Kill the actor, and release the GPUs and CPUs that it has reserved."""
         import ray
 
         self._reserve(0.0)
@@ -237,7 +240,7 @@ class Agent:
 
 
 class RemoteObject:
-    """Handle of an object kept by a host's actor."""
+    """A handle of an object that a host's actor keeps."""
 
     def __init__(self, agent: Agent, name: str) -> None:
         self._agent = agent
@@ -245,22 +248,25 @@ class RemoteObject:
 
     @property
     def generation(self) -> int:
-        """The number of times that the host's actor has been restarted."""
+        """How often the host's actor has been restarted."""
         return self._agent.generation
 
     def restart(self, generation: int) -> bool:
-        """Restart the actor after a failure; see `Agent.restart`.
+        """Restart the host's actor after a failure, as described at `Agent.restart`.
 
-        Returns False if that fails.
+        Returns False if that isn't possible.
         """
         return self._agent.restart(generation)
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the object's method, and return Ray's reference to the result."""
+        """Start a call of a method of the object, and return Ray's reference to the result."""
         return self._agent.begin("ask", self._name, method, *arguments)
 
     def finish(self, call: Any, seconds: float) -> Any:
-        """Wait for a call that `begin` started, at most `seconds`; see `Agent.finish`."""
+        """Wait for a call that `begin` has started, and return its result.
+
+        Raises `HostLostError` if there is no result after `seconds` seconds.
+        """
         return self._agent.finish(call, seconds)
 
     def ask(
@@ -272,8 +278,8 @@ class RemoteObject:
     ) -> Any:
         """Call a method of the object, and return its result.
 
-        Returns None if the event `stop` is set while waiting. Raises `HostLostError` after
-        `seconds` without a result.
+        Returns None if the event `stop` is set in the meantime. Raises `HostLostError` if there is
+        no result after `seconds` seconds.
         """
         return self._agent.finish(self.begin(method, *arguments), seconds, stop)
 
@@ -283,9 +289,9 @@ class RemoteObject:
 
 
 def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ...]:
-    """Start evener's actor on each node, or reuse the one that runs there.
+    """Start evener's actor on each node, unless one of this process already runs there.
 
-    If `reserve` is True, each actor holds the free GPUs of its node. Raises `DeviceError` if an
+    If `reserve` is True, each actor reserves the free GPUs of its node. Raises `DeviceError` if an
     actor doesn't start within a minute.
     """
     agents = []
@@ -313,24 +319,27 @@ def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ..
 
 
 def ask_each(
-    agents: Sequence[Agent], function: Callable[..., Any], given: Mapping[str, Any], held: bool
+    agents: Sequence[Agent],
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    with_gpus: bool,
 ) -> dict[Agent, Any]:
-    """Call a function on all hosts at once, and return the results by agent.
+    """Call a function on all hosts at the same time, and return the result of each agent.
 
-    The function gets the host's entry of `given`, and the ids of the GPUs that Ray has assigned to
-    its actor, or None if `held` is False. A RequestError of the function is raised here with the
-    host's name.
+    The function gets two arguments: the host's entry in `arguments`, and the ids of the GPUs that
+    Ray has assigned to the host's actor, or None if `with_gpus` is False. If it raises a
+    RequestError, the error is raised here with the host's name.
     """
-    ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
+    ids = [agent.finish(agent.begin("gpu_ids")) if with_gpus else None for agent in agents]
     calls = [
-        agent.begin("call", function, given[agent.host], own)
+        agent.begin("call", function, arguments[agent.host], own)
         for agent, own in zip(agents, ids, strict=True)
     ]
     return {agent: _finish(agent, call) for agent, call in zip(agents, calls, strict=True)}
 
 
 def _finish(agent: Agent, call: Any) -> Any:
-    """Wait for a call, and add the host's name to a `RequestError`."""
+    """Wait for a call, and return its result. The host's name is added to a `RequestError`."""
     try:
         return agent.finish(call)
     except RequestError as fault:
@@ -343,7 +352,10 @@ REMEDY = (
 
 
 def find_agent(host: str) -> Agent:
-    """Return the agent for a host. Raises `HostLostError` if this process has started none."""
+    """Return the agent of a host.
+
+    Raises `HostLostError` if this process hasn't started one.
+    """
     agent = _agents.get(host)
     if agent is None:
         raise HostLostError(host, "has no actor of evener")
@@ -351,7 +363,7 @@ def find_agent(host: str) -> Agent:
 
 
 def start_actor(node: Node, gpus: int) -> Any:
-    """Start an actor on a node with this many GPUs reserved. Does not wait for it."""
+    """Start an actor on a node, with this number of GPUs reserved, but don't wait for it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -368,7 +380,7 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _explain_failure(error: Exception) -> str:
-    """Describe an actor's failure in words that complete a sentence about its host."""
+    """Return how an actor has failed, in words that follow the name of its host in a sentence."""
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"

@@ -1,4 +1,4 @@
-"""Connection of this process to a Ray cluster."""
+"""This process's connection to a Ray cluster."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Node(msgspec.Struct, frozen=True):
 def connect(address: str = "") -> None:
     """Join the Ray cluster at `address`, unless this process has already joined one.
 
-    Without an address, RAY_ADDRESS is used, or else the cluster that runs on this machine. Raises
-    `RequestError` if Ray isn't installed or the address is malformed, and `DeviceError` if this
-    machine isn't a node of a cluster or can't join it.
+    Without an address, the one in RAY_ADDRESS is used, or else the cluster that runs on this
+    machine. Raises `RequestError` if Ray isn't installed or the address is malformed, and
+    `DeviceError` if this machine isn't a node of a cluster or can't join it.
     """
     if find_spec("ray") is None:
         raise RequestError("Ray is not installed.", "Install it: pip install 'evener[ray]'.")
@@ -60,9 +60,9 @@ def connect(address: str = "") -> None:
 
 
 def list_nodes() -> tuple[Node, ...]:
-    """Return the nodes of the cluster that are alive, sorted by address. Addresses are unique.
+    """Return the nodes of the cluster that are alive, sorted by address.
 
-    A node that has just ended may still be among them.
+    Each address appears only once. A node that has just ended may still be among them.
     """
     import ray
     from ray._private.state import available_resources_per_node
@@ -101,9 +101,9 @@ def check_head() -> None:
 
 
 def _join(address: str) -> None:
-    """Join the cluster in a background thread.
+    """Join the cluster in a background thread, and wait for that.
 
-    Raises `DeviceError` after 10 seconds or on failure.
+    Raises `DeviceError` if it fails or takes more than 10 seconds.
     """
     import ray
     from ray._private import worker
@@ -150,10 +150,10 @@ def _explain(address: str, error: Exception) -> DeviceError:
 
 
 def _check_listener(address: str) -> None:
-    """Check that a Ray cluster listens at the address. Ray itself would retry for a long time.
+    """Check that a Ray cluster listens at an address, because Ray itself would retry for long.
 
-    Raises `RequestError` for a malformed address, and `DeviceError` if nothing listens there or the
-    answer isn't HTTP/2, which gRPC uses.
+    Raises `RequestError` if the address is malformed, and `DeviceError` if nothing listens there or
+    the answer isn't HTTP/2, which gRPC uses.
     """
     host, colon, port = address.rpartition(":")
     if (

@@ -1,4 +1,4 @@
-"""Discovery and readings of devices on the hosts of a Ray cluster."""
+"""Find and read devices on the hosts of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class HostDevices(msgspec.Struct, frozen=True):
 
 
 def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = True) -> Discovery:
-    """Find the devices of a request on the hosts of a Ray cluster.
+    """Find the devices that a request selects on the hosts of a Ray cluster.
 
     If `reserve` is True, free GPUs and the CPUs of CPU slices are reserved in Ray, so that no other
-    job of the cluster uses them; GPUs that other jobs hold are left out. Raises `RequestError` for
-    an unknown host, and `DeviceError` if the cluster can't be joined, or if a named host lacks a
-    requested device.
+    job of the cluster uses them. GPUs that other jobs have reserved are left out. Raises
+    `RequestError` for an unknown host, and `DeviceError` if the cluster can't be joined or a named
+    host lacks a requested device.
     """
     connect(address)
     nodes = list_nodes()
@@ -67,7 +67,10 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Reserve the CPUs of CPU slices in Ray; return messages about CPUs that other jobs hold."""
+    """Reserve the CPUs of CPU slices in Ray.
+
+    Returns messages about CPUs that other jobs have reserved.
+    """
     notes = []
     for agent in agents:
         slices = [device for device in devices if device.on_cpu]
@@ -82,9 +85,9 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
 
 
 def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
-    """Return the requested terms for each host, by the host's address.
+    """Return the parts of a request for each host, by the host's address.
 
-    A term for every host, such as `ray/gpu:0`, is assigned to each node. Raises `RequestError` if a
+    A term for all hosts, such as `ray/gpu:0`, is assigned to each node. Raises `RequestError` if a
     term names a host that isn't in the cluster.
     """
     wanted: dict[str, list[Term]] = {}
@@ -97,7 +100,7 @@ def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list
 def find_node(host: str, nodes: Sequence[Node]) -> Node:
     """Return the node with this address or host name.
 
-    Raises `RequestError` if there is none, or if several nodes have the name.
+    Raises `RequestError` if there is no such node, or if several nodes have the name.
     """
     found = [node for node in nodes if host in (node.host, node.name)]
     there = ", ".join(
@@ -113,9 +116,9 @@ def find_node(host: str, nodes: Sequence[Node]) -> Node:
 
 
 def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDevices:
-    """Find the requested devices on this host. The actor of each host calls this function.
+    """Find the requested devices on this host. It is called in the actor of each host.
 
-    `gpu_ids` are the GPUs that Ray has assigned to the actor; None allows all.
+    `gpu_ids` are the GPUs that Ray has assigned to the actor, or None to allow all GPUs.
     """
     versions = describe_versions()
     every, usable, held = _list_accelerators(terms[0].kind, gpu_ids)
@@ -134,29 +137,31 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
 
 
 def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the driver's ids of GPUs that Ray names by index or UUID."""
+    """Return the driver's ids of GPUs that Ray names by index or by UUID."""
     return tuple(device.id for device in _list_accelerators("auto", gpu_ids)[1])
 
 
 def _list_accelerators(
-    kind: str, held: Sequence[str] | None
+    kind: str, usable: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return this host's accelerators, the usable ones, and variables that show only those."""
-    # "auto" stands for the first kind of accelerator found on this host
-    # `held` are Ray's names of the usable devices; None if all are usable
+    """Return all accelerators of this host, the usable ones, and variables that show only those.
+
+    `kind` may be "auto", for the first kind that this host has. `usable` has Ray's names of the
+    usable devices, or is None if all are usable.
+    """
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
             with suppress(DeviceError):
                 every = backend.list_devices().devices
-                variables = {} if held is None else {backend.visible_variable: ",".join(held)}
+                variables = {} if usable is None else {backend.visible_variable: ",".join(usable)}
                 return every, backend.visible(every, variables), variables
     return (), (), {}
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
-    """Combine the devices that the hosts found, without hosts that have no usable device.
+    """Combine the devices that were found on the hosts. Hosts without usable devices are left out.
 
-    Raises `DeviceError` if no device is left, or if a host that the request names lacks one.
+    Raises `DeviceError` if there are no devices, or if a host that the request names lacks one.
     """
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
@@ -190,7 +195,7 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """Return the hosts' messages; equal ones are joined, with the hosts' names before them."""
+    """Return the messages of all hosts, each with the names of the hosts that have it."""
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
         for note in discovery.notes:
@@ -199,19 +204,27 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
-    """Return the kind of device to use on all hosts; CPU slices only without an accelerator."""
+    """Return the kind of devices to use on all hosts.
+
+    These are CPU slices only if no host has an accelerator.
+    """
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
 
-def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise `DeviceError` if a host that the request names lacks a requested device."""
+def _check_named(
+    agent: Agent, terms: Sequence[Term], device_count: int, answer: HostDevices
+) -> None:
+    """Raise `DeviceError` if a host that the request names lacks a requested device.
+
+    `device_count` is the number of devices that were found there.
+    """
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:
         return
     # one for each device picked by index or id, and at least one
     picked = sum(bool(term.pick) for term in named)
-    if own >= max(1, picked):
+    if device_count >= max(1, picked):
         return
     if answer.fault:
         why = answer.fault
@@ -226,7 +239,7 @@ def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevi
 def describe_versions() -> dict[str, str]:
     """Return the versions of Python, evener and the machine-learning packages on this host.
 
-    evener's version includes a digest of its code.
+    The version of evener includes a digest of its code.
     """
     found = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -238,7 +251,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def digest_code() -> str:
-    """Return a digest of evener's Python files, to detect hosts with different code."""
+    """Return a digest of evener's Python files, by which hosts with different code are found."""
     home = evener.__path__[0]
     digest = blake2b(digest_size=4)
     # in a checkout, some directories are symbolic links
@@ -251,9 +264,9 @@ def digest_code() -> str:
 
 
 def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
-    """Return a message for each package whose version differs between hosts.
+    """Return a message for each package of which the hosts have different versions.
 
-    `by_host` maps a host to its versions by package name.
+    `by_host` has, for each host, the versions by package name.
     """
     names = dict.fromkeys(name for versions in by_host.values() for name in versions)
     lines = []
@@ -270,7 +283,7 @@ def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
 
 
 def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
-    """Return the cluster's nodes for the hosts of a plan, by host name.
+    """Return the cluster's nodes for the hosts of a plan, by the host's name in the plan.
 
     Raises `PlanError` if the plan is for a single machine, and `RequestError` if a host isn't in
     the cluster.
@@ -287,10 +300,10 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
 
 
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
-    """Occupy a node's other free GPUs, so that Ray can assign only the wanted ones.
+    """Reserve all free GPUs of a node except the wanted ones, so that Ray can assign only those.
 
-    Returns the agents that hold these GPUs; the caller ends them when the wanted GPUs are taken.
-    Raises `DeviceError` if a wanted GPU isn't free.
+    Returns the agents that hold the reserved GPUs. The caller has to end them once the wanted GPUs
+    are assigned. Raises `DeviceError` if a wanted GPU isn't free.
     """
     if node.gpus == node.free_gpus == len(wanted):
         return []
@@ -317,10 +330,11 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 
 
 class ClusterSource:
-    """Reads the devices of several hosts; on each host, an actor reads the host's own devices.
+    """Reads the devices of several hosts. An actor on each host reads the host's devices.
 
-    `open_host` runs on a host and opens the source of its devices. Raises `HostLostError` if a host
-    doesn't answer at first; later, its devices are shown as lost.
+    `open_host` runs on each host, and opens the source of its devices. Raises `HostLostError` if a
+    host doesn't answer when this object is created. If a host stops answering later, its devices
+    are shown as lost.
     """
 
     def __init__(
@@ -338,9 +352,9 @@ class ClusterSource:
         return self._devices
 
     def sample(self) -> Snapshot:
-        """Read all hosts at once, and return their readings as one snapshot.
+        """Read all hosts at the same time, and return their readings as one snapshot.
 
-        The devices of a host that doesn't answer within 3 seconds are shown as lost.
+        If a host doesn't answer within 3 seconds, its devices are shown as lost.
         """
         started = time.monotonic()
         found, lost = self._ask_hosts()
@@ -373,9 +387,9 @@ class ClusterSource:
         return found, lost
 
     def _show_lost(self, lost: Mapping[str, str]) -> list[DeviceSample]:
-        """Return samples that mark the devices of the lost hosts as lost.
+        """Return samples that mark the devices of lost hosts as lost.
 
-        `lost` maps a host to the error.
+        `lost` has the error of each lost host.
         """
         return [
             DeviceSample(
@@ -395,7 +409,7 @@ class ClusterSource:
 
 
 def _merge_reports(seen: Sequence[Snapshot]) -> tuple[Training, ...]:
-    """Return the training reports of all hosts, without duplicates."""
+    """Return the reports of training runs on all hosts, without duplicates."""
     # hosts that are on one machine read the same files
     every = [report for each in seen for report in each.reports]
     keys = [(each.training, each.rank, each.pid, each.updated_at) for each in every]
@@ -425,7 +439,10 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """Combine the samples of several hosts: add memory, and average the CPU load over all cores."""
+    """Combine the samples of several hosts into one.
+
+    Memory is added up, and the CPU load is averaged over all cores.
+    """
     cores = sum(host.cores for host in hosts)
     return HostSample(
         cpu_percent=sum(host.cpu_percent * host.cores for host in hosts) / max(1, cores),

@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: discovery and readings through NVML."""
+"""NVIDIA GPUs, which are found and read through NVML."""

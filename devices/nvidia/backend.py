@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: listed by NVML, selected by CUDA_VISIBLE_DEVICES, and limited by MPS."""
+"""The backend of NVIDIA GPUs. NVML lists them, and MPS limits them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ P2P_WORKS = 0
 
 
 class NvmlVitals:
-    """Reads the health and use of one GPU through NVML, for probes."""
+    """Reads throttling, clock, memory and processes of a GPU through NVML, during measurements."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -41,10 +41,10 @@ class NvmlVitals:
         self._reader: GpuReader | None = None
 
     def read(self, full: bool) -> Vitals:
-        """Return throttling, clock and energy; with `full`, also memory and processes.
+        """Return throttling, clock and energy. With `full`, also read memory and processes.
 
-        Failures of the GPU or the driver aren't raised: `trouble` describes them, and the next call
-        opens NVML again.
+        If the GPU or the driver fails, no error is raised; the field `trouble` describes the
+        failure. The next call then opens NVML again.
         """
         nvml = self._nvml
         try:
@@ -64,7 +64,7 @@ class NvmlVitals:
         return Vitals(time.monotonic(), trouble=words)
 
     def close(self) -> None:
-        """Close NVML. A later `read` opens it again."""
+        """Close NVML. The next `read` opens it again."""
         self._reader = None
         if self._open:
             self._open = False
@@ -73,9 +73,9 @@ class NvmlVitals:
 
 
 class NvidiaGpus(Backend):
-    """Backend of NVIDIA GPUs and MIG instances, which are requested as `gpu` or `gpu:N`.
+    """The backend of NVIDIA GPUs and MIG instances, which are requested as `gpu` or `gpu:N`.
 
-    MPS enforces a limit of compute, in percent.
+    NVIDIA's MPS enforces limits of compute.
     """
 
     kind = "gpu"
@@ -100,13 +100,13 @@ class NvidiaGpus(Backend):
     settle_seconds = 0.12  # the driver's profiler needs at least 0.1 s between samples
 
     def has_started_driver(self, files: Collection[str]) -> bool:
-        """Return whether CUDA has been initialized in this process."""
+        """Return True if CUDA has been initialized in this process."""
         return cuda_library.has_started()
 
     def list_devices(self) -> Listing:
-        """Return all GPUs that answer. Raises `DeviceError` if there is none.
+        """Return all GPUs that answer. A GPU in MIG mode is replaced by its instances.
 
-        A GPU in MIG mode is replaced by its instances.
+        Raises `DeviceError` if there are none.
         """
         listing = list_gpus()
         if not listing.devices:
@@ -114,10 +114,10 @@ class NvidiaGpus(Backend):
         return listing
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Find the requested GPUs; see `Backend.find`.
+        """Find the requested GPUs, as described at `Backend.find`.
 
-        A message warns if the machine has GPUs of several models and CUDA_VISIBLE_DEVICES selects
-        them by index, because CUDA's default order may differ from nvidia-smi's.
+        If the machine has GPUs of several models, and CUDA_VISIBLE_DEVICES selects them by index, a
+        message warns that CUDA's default order may differ from that of nvidia-smi.
         """
         found = super().find(terms, variables)
         named = variables.get(self.visible_variable, "")
@@ -136,11 +136,14 @@ class NvidiaGpus(Backend):
         return msgspec.structs.replace(found, notes=(*found.notes, note))
 
     def open_source(self, discovery: Discovery) -> Source:
-        """Open an NVML source of readings of the discovered GPUs."""
+        """Return a source that reads the GPUs' metrics through NVML."""
         return NvmlSource(discovery.devices, notes=discovery.notes)
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
-        """Return variables that make only these GPUs visible, by index; MIG instances by UUID."""
+        """Return environment variables that make only these GPUs visible, by their indices.
+
+        MIG instances have no index, so their UUIDs are used.
+        """
         if any(device.id.startswith("MIG-") for device in devices):
             return super().show_by_number(devices)
         numbers = ",".join(str(device.index) for device in devices)
@@ -149,8 +152,9 @@ class NvidiaGpus(Backend):
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
         """Return the environment of a process that trains on these GPUs.
 
-        A compute limit becomes MPS's percentage of active threads. Raises `DeviceError` if there is
-        a limit but no MPS daemon runs, and `ValueError` if the GPUs have different limits.
+        A limit of compute becomes the percentage of active threads in MPS. Raises `DeviceError` if
+        there is a limit, but no MPS daemon runs, and `ValueError` if the GPUs have different
+        limits.
         """
         grown = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
         variables = {**QUIET, **grown, **self.show([device.id for device in devices])}
@@ -171,13 +175,13 @@ class NvidiaGpus(Backend):
         return ChildEnvironment(variables)
 
     def open_vitals(self, device: Device) -> VitalsReader:
-        """Return a reader of the GPU's health and use."""
+        """Return a reader of the GPU's throttling, clock, memory and processes."""
         return NvmlVitals(device)
 
     def bus_address(self, device: Device) -> str:
         """Return the GPU's PCI address such as `0000:3b:00.0`, or "" if it is unknown.
 
-        A MIG instance has none.
+        MIG instances have no address.
         """
         if device.id.startswith("MIG-"):
             return ""
@@ -195,9 +199,9 @@ class NvidiaGpus(Backend):
             return ""
 
     def name_path(self, first: Device, second: Device) -> str:
-        """Return the connection of two GPUs: "NVLink", "PCIe, P2P" or "PCIe, no P2P".
+        """Return the connection between two GPUs: "NVLink", "PCIe, P2P" or "PCIe, no P2P".
 
-        Returns "" if it is unknown, and for MIG instances.
+        Returns "" if it is unknown, or for MIG instances.
         """
         if any(device.id.startswith("MIG-") for device in (first, second)):
             return ""
@@ -213,7 +217,7 @@ class NvidiaGpus(Backend):
         return "PCIe, no P2P"
 
     def daemon_runs(self) -> bool:
-        """Return whether an MPS daemon runs, by the pid file in its pipe directory."""
+        """Return True if an MPS daemon runs, according to the pid file in its pipe directory."""
         folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_FOLDER)
         with suppress(OSError, ValueError, OverflowError):
             pid = int((folder / f"{MPS_PROGRAM}.pid").read_text().strip("\0 \n"))

@@ -10,7 +10,7 @@ NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED
 
 
 def has_started() -> bool:
-    """Return whether this process has loaded and initialized the CUDA driver."""
+    """Return True if this process has loaded and initialized the CUDA driver."""
     try:
         # only if it is loaded already
         library = ctypes.CDLL(NAME, mode=os.RTLD_NOW | os.RTLD_NOLOAD)

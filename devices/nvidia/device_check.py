@@ -1,6 +1,6 @@
-"""Test program: write and read memory of the first visible GPU.
+"""A program that checks whether the first visible GPU works, by writing and reading its memory.
 
-It exits with 0 if the GPU works. It calls the CUDA driver only, so that no framework is loaded.
+It exits with 0 if so. Only the CUDA driver is called, so no framework has to be loaded.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ VALUE = 0x5EED
 
 
 def check_gpu(cuda: ctypes.CDLL) -> bool:
-    """Fill 4 MiB of the first visible GPU's memory, and return whether they read back correctly."""
-    # `cuda` is the driver
+    """Fill 4 MiB of the first visible GPU's memory, and return True if they read back correctly.
+
+    `cuda` is the driver's library.
+    """
     device = ctypes.c_int()
     context = ctypes.c_void_p()
     memory = ctypes.c_uint64()

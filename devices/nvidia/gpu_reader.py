@@ -1,8 +1,8 @@
-"""Readings of one GPU through NVML. Expensive calls are made less often.
+"""Reads the metrics of one GPU through NVML. Expensive calls are made less often.
 
-Costs on an H200: temperature and clock take 0.4 ms each, limits 2 to 3 ms. GetPcieThroughput would
-block for 21 ms and isn't called. Most other metrics are field values, which one call reads
-together, or come from pairs of GPM samples.
+On an H200, temperature and clock take 0.4 ms each, and limits 2 to 3 ms. GetPcieThroughput would
+block for 21 ms, so it isn't called. Most other metrics are field values, which are read together in
+one call, or come from pairs of GPM samples (GPU performance monitoring).
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ LEAST_NAMED_PERCENT = 0.5  # a reason for a smaller part of a tick isn't named
 
 
 class GpuReader:
-    """Reads one GPU or MIG instance through NVML.
+    """Reads the metrics of a GPU or MIG instance through NVML.
 
-    `parent` is the GPU of a MIG instance. Slowly changing and expensive metrics are read at longer
-    intervals. After a `GpuGoneError` or `DriverGoneError`, make a new reader.
+    `parent` is the GPU that a MIG instance belongs to. Metrics that change slowly or are expensive
+    are read less often. After a `GpuGoneError` or `DriverGoneError`, a new reader has to be
+    created.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class GpuReader:
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
     def sample(self, now: float) -> DeviceSample:
-        """Return all readings of the GPU; `now` is the monotonic time in seconds.
+        """Return all metrics of the GPU. `now` is in seconds of the monotonic clock.
 
         Raises `GpuGoneError` or `DriverGoneError` if the GPU or the driver is gone.
         """
@@ -182,11 +183,11 @@ class GpuReader:
         )
 
     def vitals(self, full: bool) -> Vitals:
-        """Return throttling times, clock and energy, by which probes check their measurements.
+        """Return throttling times, clock and energy, by which measurements are checked.
 
-        With `full`, memory, processes and utilization are read too; otherwise they are those of the
-        last full call. `clock_fraction` is read only if the throttling times have changed since the
-        previous call. Raises `GpuGoneError` or `DriverGoneError`.
+        With `full`, memory, processes and utilization are read, too; otherwise, they are those of
+        the last full call. `clock_fraction` is read only if the throttling times have changed since
+        the last call. Raises `GpuGoneError` or `DriverGoneError` if the GPU or the driver is gone.
         """
         now = time.monotonic()
         counters = dict(self._probe_fields.read(now))
@@ -209,7 +210,7 @@ class GpuReader:
         )
 
     def _clock_fraction(self, now: float) -> float | None:
-        """Return the current clock as a fraction of the highest clock, or None if it is unknown."""
+        """Return the current clock as a fraction of the highest, or None if it is unknown."""
         clock = self._note_clock(self._metrics["clock"].read_one(now))
         highest = self._metrics["clock_max"].read_one(now).current
         if clock is None or not highest:
@@ -221,16 +222,17 @@ class GpuReader:
         return min(1.0, clock / highest)
 
     def _note_clock(self, read: Reading) -> float | None:
-        """Return the current clock in MHz, or None if unknown; remembers the highest clock."""
+        """Return the current clock in MHz, or None if unknown, and remember the highest so far."""
         clock = read.current
         if clock is not None:
             self._reached_mhz = max(self._reached_mhz, clock)
         return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return the energy used so far in joules, or None if it is unknown.
+        """Return the energy that the GPU has used so far in joules, or None if it is unknown.
 
-        It is read from the GPU's energy counter, or else computed from successive power readings.
+        It is that of the GPU's energy counter. For a GPU without one, it is computed from power
+        readings.
         """
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
@@ -247,10 +249,10 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return the seconds throttled by heat or power brake, and the seconds at the power cap.
+        """Return how long the GPU was throttled by heat or a power brake, and by its power cap.
 
-        Both are totals with an arbitrary start, so only differences are meaningful; None if
-        unknown.
+        Both are totals in seconds with an arbitrary start, so only differences are meaningful. They
+        are None if they are unknown.
         """
         # the driver counts nanoseconds since a fixed time
         counts = {
@@ -266,9 +268,10 @@ class GpuReader:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Estimate the two throttling times of a GPU without counters from its throttle reasons.
+        """Estimate how long a GPU without counters was throttled, from its throttle reasons.
 
-        Both are totals in seconds since the reader was created; None if unknown.
+        Returns the times for heat or a power brake, and for the power cap, as totals in seconds
+        since the reader was created. They are None if they are unknown.
         """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
@@ -283,7 +286,7 @@ class GpuReader:
         return self._held, self._capped
 
     def _read_full(self, now: float) -> Vitals:
-        """Return memory use, processes and utilization; the other fields keep their defaults."""
+        """Return memory use, processes and utilization. The other fields have their defaults."""
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )
@@ -301,10 +304,7 @@ class GpuReader:
         )
 
     def close(self) -> None:
-        """Free NVML's sample buffers.
-
-        The reader can't be used afterwards.
-        """
+        """Free the buffers of NVML's samples. The reader can't be used any more."""
         with suppress(self.nvml.NVMLError):
             self._activity.close()
 
@@ -352,7 +352,10 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return the field's reading; without a value, call an equivalent NVML function."""
+        """Return a field's reading or, if it has no value, that of an equivalent NVML call.
+
+        `fallback` is the name of the metric that makes the call.
+        """
         return (
             field
             if field.current is not None
@@ -371,7 +374,7 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return the throttled time in percent, and the reasons, the longest first."""
+        """Return the throttled time in percent, and the reasons, with the longest first."""
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
         shares = {
@@ -394,9 +397,9 @@ class GpuReader:
     def _estimate_throttling(
         self, rate: Reading, reasons: tuple[str, ...] | None
     ) -> tuple[Reading, tuple[str, ...]]:
-        """Estimate the percentage of throttled time from two readings of the throttle reasons.
+        """Estimate the throttled time of a GPU without counters in percent.
 
-        This is for GPUs without counters.
+        It is estimated from two readings of the throttle reasons.
         """
         # a chip with counters isn't estimated, even if they have no value yet
         if rate.state is not State.UNSUPPORTED or reasons is None:
@@ -414,7 +417,10 @@ class GpuReader:
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _read_traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Return the PCIe and NVLink traffic in bytes per second, by field of `DeviceSample`."""
+        """Return the PCIe and NVLink traffic in bytes per second.
+
+        The keys are fields of `DeviceSample`.
+        """
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
             return found
@@ -448,8 +454,8 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read
 class GpuProcesses:
     """Lists the processes on a GPU, with their use of memory and multiprocessors.
 
-    Use is counted after `since`, in microseconds on the driver's clock. NVML can't report it for
-    MIG instances.
+    Use of multiprocessors is counted from `since` on, in microseconds of the driver's clock. NVML
+    can't report it for MIG instances.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:
@@ -465,9 +471,10 @@ class GpuProcesses:
         self._seen: tuple[DeviceUse, ...] = ()
 
     def read(self, now: float) -> Sequence[DeviceUse]:
-        """Return the processes on the GPU, sorted by pid. The list is renewed every 2.5 seconds.
+        """Return the processes on the GPU, sorted by pid.
 
-        Raises `GpuGoneError` or `DriverGoneError`.
+        The list is updated every 2.5 seconds. Raises `GpuGoneError` or `DriverGoneError` if the GPU
+        or the driver is gone.
         """
         if now < self._due:
             return self._seen
@@ -491,15 +498,14 @@ class GpuProcesses:
         return self._seen
 
     def _list(self, kind: str, call: Callable[[Handle], Sequence[Any]]) -> None:
-        """Update the memory use by process. If the call fails, the previous values remain."""
+        """Update the memory use of each process. If the call fails, the old values are kept."""
         try:
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in call(self._handle)}
         except self._nvml.NVMLError as error:
-            # otherwise the previous list is kept
             raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
-        """Return the multiprocessor use in percent by pid, and the reading for all other pids."""
+        """Return the use of multiprocessors in percent by pid, and a reading for all other pids."""
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(
                 self._handle, self.since

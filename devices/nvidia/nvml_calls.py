@@ -1,8 +1,8 @@
-"""Metrics read by NVML calls, each at its own interval.
+"""Metrics that NVML calls return, each read at its own interval.
 
-Until a metric is due, its last value is returned with its age. Failures are classified, and some
-are retried. Activity comes from NVIDIA's GPU performance monitoring (GPM, since Hopper), which
-compares two samples: each new sample is compared with the previous one, so that no call waits.
+Until a metric is due, its last value is returned with its age. Some failures are retried. NVIDIA's
+GPU performance monitoring (GPM, since Hopper) computes metrics from two samples. Each new sample is
+compared with the one before, so that no call has to wait.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DriverGoneError(Exception):
 
 
 def raise_if_gone(code: int) -> None:
-    """Raise `GpuGoneError` or `DriverGoneError` if NVML's return code means that."""
+    """Raise `GpuGoneError` or `DriverGoneError` if NVML's return code means one of them."""
     if code in GPU_GONE:
         raise GpuGoneError(code)
     if code in DRIVER_GONE:
@@ -66,7 +66,8 @@ def raise_if_gone(code: int) -> None:
 class Schedule:
     """Decides when to read a metric again, and keeps its last value.
 
-    A metric that isn't supported is retried after 60 seconds, one without permission after 10.
+    A metric that isn't supported is tried again after 60 seconds, and one that this user may not
+    read after 10 seconds.
     """
 
     __slots__ = ("_at", "_due", "_last", "_period")
@@ -78,18 +79,18 @@ class Schedule:
         self._last = PENDING
 
     def is_due(self, now: float) -> bool:
-        """Return whether the metric should be read now."""
+        """Return True if the metric should be read now."""
         return now >= self._due
 
     def kept(self, now: float) -> Reading:
-        """Return the last reading with its current age."""
+        """Return the last reading, with the age that it has now."""
         return self._last if now <= self._at else self._last.aged(now - self._at)
 
     def record(self, now: float, code: int, number: float) -> Reading:
         """Store the result of a call, and return it as a reading.
 
-        After a temporary failure this is the last value, marked as stale. Raises `GpuGoneError` or
-        `DriverGoneError`.
+        After a temporary failure, the last value is returned and marked as stale. Raises
+        `GpuGoneError` or `DriverGoneError` if the GPU or the driver is gone.
         """
         if code == SUCCESS and math.isfinite(number):
             self._last = value(number)
@@ -108,16 +109,16 @@ class Schedule:
 
 
 class Batch:
-    """Metrics that one NVML call can read together, each with its own schedule."""
+    """Metrics that can be read together in one NVML call, each with its own schedule."""
 
     def __init__(self, nvml: Library, ids: Iterable[int], period: float = 0.0) -> None:
         self._nvml = nvml
         self._schedules = {each: Schedule(period) for each in ids}
 
     def read(self, now: float) -> Mapping[int, Reading]:
-        """Read the metrics that are due, and return the readings of all, by id.
+        """Read the metrics that are due, and return the readings of all metrics, by id.
 
-        Raises `GpuGoneError` or `DriverGoneError`.
+        Raises `GpuGoneError` or `DriverGoneError` if the GPU or the driver is gone.
         """
         schedules = self._schedules
         due = [each for each, schedule in schedules.items() if schedule.is_due(now)]
@@ -136,22 +137,22 @@ class Batch:
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Read these metrics; subclasses implement it.
+        """Read these metrics, and return NVML's return code and the value of each.
 
-        Metrics that are left out keep their last value.
+        Subclasses implement it. A metric that is left out keeps its last value.
         """
         raise NotImplementedError
 
 
 class Metric(Batch):
-    """A single value that one NVML call returns."""
+    """A metric that one NVML call returns."""
 
     def __init__(self, nvml: Library, call: Callable[[], float], period: float = 0.0) -> None:
         super().__init__(nvml, (0,), period)
         self._call = call
 
     def read_one(self, now: float) -> Reading:
-        """Return the metric's value; NVML is called only if the metric is due."""
+        """Return the metric's reading. NVML is called only if the metric is due."""
         return self.read(now)[0]
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
@@ -159,9 +160,9 @@ class Metric(Batch):
 
 
 class Fields(Batch):
-    """Values of a GPU that NVML reads by field id, several in one call.
+    """Values of a GPU that NVML reads by field id, several of them in one call.
 
-    `scopes` maps a field id to its scope, such as a link's number.
+    `scopes` has the scopes of fields by id, such as the number of a link.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class Fields(Batch):
 
 
 class Counter:
-    """Computes the rate at which a counter increases, from its successive readings.
+    """Computes how fast a counter increases, from its successive readings.
 
     A rate covers at least `shortest_seconds`, because drivers update some counters rarely.
     """
@@ -194,17 +195,17 @@ class Counter:
     __slots__ = ("_at", "_number", "_rate", "_shortest")
 
     def __init__(self, shortest_seconds: float = 0.0) -> None:
-        # drivers update some counters only ten times a second
+        # for example, only ten times a second
         self._shortest = shortest_seconds
         self._number: float | None = None
         self._at = 0.0
         self._rate = PENDING
 
     def rate(self, reading: Reading, now: float) -> Reading:
-        """Return the increase per second since the counter's previous reading.
+        """Return the increase per second since the last reading of the counter.
 
-        It is pending at the first reading and after a reset of the counter. If the counter can't be
-        read, the result says why.
+        It is pending after the first reading and after a reset of the counter. If the counter can't
+        be read, the result has the reason.
         """
         number = reading.current
         if number is None and reading.state is not State.STALE:
@@ -230,9 +231,9 @@ class Counter:
 
 
 def first_value(*readings: Reading) -> Reading:
-    """Return the first reading that has a value, to choose between several sources of a metric.
+    """Return the first reading that has a value, if a metric has several sources.
 
-    If none has a value, return the first one that is supported, or `UNSUPPORTED`.
+    If none has a value, the first one that is supported is returned, or else `UNSUPPORTED`.
     """
     for reading in readings:
         if reading.value is not None:
@@ -258,10 +259,10 @@ LARGEST = 1e12  # larger values are invalid
 
 
 class Activity(Batch):
-    """NVML's GPU performance metrics (GPM), such as multiprocessor use, occupancy and traffic.
+    """The metrics of GPU performance monitoring (GPM), such as use of multiprocessors, and traffic.
 
-    Each reading is a mean between two samples. `instance` is the id of a MIG instance, whose parent
-    is `handle`.
+    Each reading is a mean over the time between two samples. For a MIG instance, `instance` is its
+    id, and `handle` belongs to its GPU.
     """
 
     def __init__(self, nvml: Library, handle: Handle, instance: int | None = None) -> None:
@@ -274,7 +275,7 @@ class Activity(Batch):
         self._request: Any = None
 
     def close(self) -> None:
-        """Free NVML's sample buffers."""
+        """Free the buffers of NVML's samples."""
         while self._samples:
             with suppress(self._nvml.NVMLError):
                 self._nvml.nvmlGpmSampleFree(self._samples.pop())
@@ -301,7 +302,10 @@ class Activity(Batch):
         return {slot.metricId: _outcome(slot) for slot in self._request.metrics[: len(METRICS)]}
 
     def _set_up(self) -> None:
-        """Allocate the sample buffers and the request. Raises `NVMLError` if the GPU has no GPM."""
+        """Allocate the buffers of the samples and the request.
+
+        Raises `NVMLError` if the GPU has no GPM.
+        """
         nvml = self._nvml
         if not nvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)

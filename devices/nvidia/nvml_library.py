@@ -1,4 +1,4 @@
-"""NVML: loading and opening it, its return codes, and listing GPUs and MIG instances."""
+"""Load and initialize NVML, list GPUs and MIG instances, and explain NVML's return codes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ FIRST_WITH_BFLOAT16 = 8  # major compute capability
 
 
 class GpuHandle(NamedTuple):
-    """NVML's handle of a GPU or MIG instance, with its index."""
+    """NVML's handle of a GPU or MIG instance, with the index of the device."""
 
     handle: Handle
     number: int
@@ -80,13 +80,16 @@ def load() -> Library:
 
 
 def error_code(error: Exception) -> int:
-    """Return NVML's return code of an exception, or `UNKNOWN`."""
+    """Return NVML's return code in an exception, or `UNKNOWN` if it has none."""
     number = getattr(error, "value", UNKNOWN)
     return number if isinstance(number, int) else UNKNOWN
 
 
 def failed_reading(code: int) -> Reading:
-    """Return a reading for a failed call: unsupported, denied, or pending if it may work later."""
+    """Return the reading for a failed call.
+
+    It is unsupported, denied or, if the call may succeed later, pending.
+    """
     if code in _NEVER:
         return UNSUPPORTED
     return DENIED if code == NO_PERMISSION else PENDING
@@ -100,7 +103,7 @@ def driver_fault(error: Exception) -> DeviceError:
 
 @contextmanager
 def opened(library: Library | None = None) -> Iterator[Library]:
-    """Context manager that initializes NVML and shuts it down at the end.
+    """A context manager that initializes NVML, and shuts it down at the end.
 
     Raises `DeviceError` if the driver can't be used.
     """
@@ -117,10 +120,10 @@ def opened(library: Library | None = None) -> Iterator[Library]:
 
 
 def list_gpus() -> Listing:
-    """Return all GPUs and MIG instances with their memory use.
+    """Return all GPUs and MIG instances, with their memory use.
 
-    A message names each GPU that doesn't answer. Raises `DeviceError` if the driver can't be used.
-    A GPU in MIG mode is replaced by its instances, which come last.
+    A GPU in MIG mode is replaced by its instances, which come last. There is a message for each GPU
+    that doesn't answer. Raises `DeviceError` if the driver can't be used.
     """
     devices: list[Device] = []
     used: dict[str, int | None] = {}
@@ -144,10 +147,10 @@ def list_gpus() -> Listing:
 
 
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
-    """Return the handles of all GPUs and MIG instances, and errors by the index of failing GPUs.
+    """Return the handles of all GPUs and MIG instances, and the errors of GPUs that failed.
 
-    A GPU in MIG mode is replaced by its instances, which are numbered after the whole GPUs. Raises
-    `NVMLError` if the GPUs can't be counted.
+    The errors are by index. A GPU in MIG mode is replaced by its instances, which are numbered
+    after the other GPUs. Raises `NVMLError` if the GPUs can't be counted.
     """
     whole: list[GpuHandle] = []
     instances: list[tuple[Handle, Handle]] = []
@@ -184,9 +187,9 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 
 
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
-    """Return the handle of the GPU or MIG instance with this UUID, or None.
+    """Return the handle of the GPU or MIG instance with this UUID, or None if there is none.
 
-    If it isn't found and some GPU doesn't answer, that GPU's `NVMLError` is raised.
+    If it isn't found, but some GPU doesn't answer, the `NVMLError` of that GPU is raised.
     """
     # not NVML's lookup by UUID: for a lost GPU, it would say that there is no such GPU
     handles, silent = enumerate_gpus(nvml)
@@ -202,7 +205,10 @@ def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
 
 
 def describe(nvml: Library, handle: Handle, index: int) -> Device:
-    """Return the `Device` of an NVML handle. Raises `NVMLError` if the GPU doesn't answer."""
+    """Return the GPU or MIG instance of a handle as a `Device`.
+
+    Raises `NVMLError` if it doesn't answer.
+    """
     uuid = str(nvml.nvmlDeviceGetUUID(handle))
     total, _ = memory(nvml, handle)
     name = str(nvml.nvmlDeviceGetName(handle))
@@ -210,7 +216,7 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 
 
 def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
-    """Return whether the GPU supports bfloat16 in hardware, or None if unknown."""
+    """Return whether the GPU has hardware for bfloat16, or None if that is unknown."""
     with suppress(nvml.NVMLError):
         major, _ = nvml.nvmlDeviceGetCudaComputeCapability(handle)
         # 8.0 (Ampere) or higher: CUDA C++ programming guide, arithmetic instructions
@@ -219,10 +225,10 @@ def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
 
 
 def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
-    """Return the usable and the used memory in bytes, or None if NVML can't report them.
+    """Return the usable memory and the used memory in bytes.
 
-    The driver's reserved memory isn't counted as usable. Raises `NVMLError` if the GPU doesn't
-    answer.
+    Memory that the driver reserves isn't usable. Both are None if NVML can't report them. Raises
+    `NVMLError` if the GPU doesn't answer.
     """
     try:
         found = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)

@@ -1,4 +1,4 @@
-"""Readings and error events of NVIDIA GPUs through NVML."""
+"""Read the metrics and error events of NVIDIA GPUs through NVML."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SILENT_WORDS = (
 
 
 class _Slot:
-    """One GPU of the source, with its reader while the GPU answers."""
+    """A GPU of the source. It has a reader as long as the GPU answers."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -57,10 +57,10 @@ class _Slot:
 
 
 class NvmlSource:
-    """Source of readings of NVIDIA GPUs. It recovers from a lost GPU or driver.
+    """Reads the metrics of NVIDIA GPUs, and recovers if a GPU or the driver is lost.
 
     If `devices` is None, all GPUs are read. Not thread-safe. Raises `DeviceError` if the driver
-    can't be opened at first; later failures appear in the samples.
+    can't be opened when this object is created; later failures appear in the samples.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class NvmlSource:
         return tuple(slot.device for slot in self._slots.values())
 
     def sample(self) -> Snapshot:
-        """Read all GPUs and their processes. Lost GPUs are tried again every few seconds."""
+        """Read all GPUs and their processes. Every few seconds, lost GPUs are tried again."""
         now = self._builder.begin()
         self._reopen_if_lost(now)
         self._watch_events()
@@ -101,9 +101,9 @@ class NvmlSource:
         )
 
     def close(self) -> None:
-        """Close NVML and stop the event thread.
+        """Close NVML, and stop the thread that waits for events.
 
-        This takes at most one or two seconds.
+        This takes up to two seconds.
         """
         if not self._is_open:
             return
@@ -116,7 +116,10 @@ class NvmlSource:
         self._events = None
 
     def _open(self, now: float) -> None:
-        """Initialize NVML and attach a reader to each GPU. Raises `DeviceError`."""
+        """Initialize NVML, and create a reader for each GPU.
+
+        Raises `DeviceError` if the driver can't be used.
+        """
         nvml = self._nvml
         try:
             nvml.nvmlInit()
@@ -133,8 +136,8 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Start the thread that waits for GPU errors, at the third sample."""
-        # a program that takes one sample then doesn't wait for the thread when it ends
+        """Start the thread that waits for errors of GPUs, but only at the third sample."""
+        # so a program that takes one sample doesn't have to wait for the thread when it ends
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
             self._events = EventWatch(
@@ -152,7 +155,7 @@ class NvmlSource:
         slot.note = ""
 
     def _reopen_if_lost(self, now: float) -> None:
-        """Reopen NVML if the driver is gone, or periodically while a GPU is lost."""
+        """Open NVML again if the driver is gone, and every minute while a GPU is lost."""
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         # a GPU that was reset is listed again only after the driver has been reopened
         if self._is_open and lost and now >= self._reopen_at:
@@ -206,7 +209,7 @@ class NvmlSource:
 
 
 def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> DeviceSample:
-    """Return a sample with all readings marked as lost, except the training throughput."""
+    """Return a sample in which all readings, except for the training throughput, are lost."""
     lost = {
         field.name: LOST
         for field in msgspec.structs.fields(DeviceSample)
@@ -216,7 +219,10 @@ def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> Devi
 
 
 def explain_unreadable(sample: DeviceSample) -> str:
-    """Return a message if the GPU's use, memory, temperature and clock can't be read, else ""."""
+    """Return a message if neither use, memory, temperature nor clock of a GPU can be read.
+
+    Returns "" if any of them can be read.
+    """
     vital = (
         sample.utilization_percent,
         sample.memory_used_bytes,
@@ -274,7 +280,7 @@ XIDS = {  # NVIDIA's "XID errors" document
 
 
 class EventWatch:
-    """Collects XID and ECC errors of GPUs in a background thread."""
+    """Collects XID and ECC errors of GPUs, in a background thread."""
 
     def __init__(self, nvml: Library, handles: Sequence[Handle]) -> None:
         self._nvml = nvml
@@ -291,11 +297,11 @@ class EventWatch:
             self._thread.start()
 
     def recent(self, handle: Handle) -> tuple[str, ...]:
-        """Return up to five of the GPU's latest events, the newest last."""
+        """Return up to five of the latest events of a GPU, the newest last."""
         return tuple(self._events.get(address(handle), ()))
 
     def close(self) -> bool:
-        """Stop the thread, and return whether it has ended, so that NVML may be shut down."""
+        """Stop the thread, and return True if it has ended, so that NVML may be shut down."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
@@ -343,14 +349,14 @@ class EventWatch:
 
 
 def describe_event(kind: int, data: int) -> str:
-    """Return an event as text, such as "XID 79: GPU has fallen off the bus"."""
+    """Return text about an event, such as "XID 79: GPU has fallen off the bus"."""
     if kind == XID:
         return f"XID {data}" + (f": {XIDS[data]}" if data in XIDS else "")
     return KINDS.get(kind, f"event 0x{kind:x}")
 
 
 def address(handle: Handle) -> int:
-    """Return a handle as an integer, to compare handles of different calls."""
+    """Return a handle as an integer, so that handles from different calls can be compared."""
     try:
         return ctypes.cast(handle, ctypes.c_void_p).value or 0
     except (ctypes.ArgumentError, TypeError):

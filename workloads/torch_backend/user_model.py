@@ -253,7 +253,7 @@ def _enable_checkpointing(trainer: Any) -> None:
 
 def _from_trainer(trainer: Any) -> Recipe:
     from evener.huggingface.rows import find_lengths, needs_equal_passes, training_rows
-    from evener.huggingface.shards import find_autocast, disable_cast_cache
+    from evener.huggingface.shards import disable_cast_cache, find_autocast
 
     _enable_checkpointing(trainer)
     optimizer = trainer.create_optimizer()
