@@ -51,11 +51,14 @@ class SearchView(Protocol):
 
     @property
     def common_batch(self) -> int | None:
-        """Global batch at which all kinds of layouts are compared; None until it was chosen."""
+        """Global batch at which all kinds of layouts are compared.
+
+        It is None until it was chosen.
+        """
 
     @property
     def singles(self) -> Sequence[Layout]:
-        """The fastest layout that uses one device; empty if there is none.
+        """The fastest layout that uses one device. The list is empty if there is none.
 
         If that layout uses gradient accumulation although one pass would surely fit in memory, the
         list also has the layout with one pass, in second place.
@@ -63,7 +66,10 @@ class SearchView(Protocol):
 
     @property
     def splits(self) -> Sequence[Layout]:
-        """The best layouts with unequal shares over several devices; empty unless requested."""
+        """The best layouts with unequal shares over several devices.
+
+        The list is empty unless they are requested.
+        """
 
     @property
     def even_splits(self) -> Sequence[Layout]:
@@ -178,7 +184,7 @@ class SoloFamily(Family):
 def device_counts(devices: int) -> tuple[int, ...]:
     """Return the device counts to compare for scaling: powers of two, then all devices.
 
-    Empty for a single device.
+    Returns an empty tuple for a single device.
     """
     counts = []
     count = 2
@@ -193,8 +199,8 @@ def split_evenly(
 ) -> Layout | None:
     """Return the layout with equal shares on the devices at `positions`.
 
-    Shares are multiples of `quantum` rows, and differ by at most one quantum. None if `batch` isn't
-    a multiple of `quantum`, or too small to give each device one quantum.
+    Shares are multiples of `quantum` rows, and differ by at most one quantum. Returns None if
+    `batch` isn't a multiple of `quantum`, or too small to give each device one quantum.
     """
     if batch // quantum < len(positions) or batch % quantum:
         return None
@@ -334,8 +340,8 @@ class PackFamily(Family):
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
     """Return the layout in which the workload itself places its model on the first devices.
 
-    None if fewer than two devices would be used, or if `batch` has fewer rows than devices are
-    used.
+    Returns None if fewer than two devices would be used, or if `batch` has fewer rows than devices
+    are used.
     """
     # the shares only mark devices as used; the workload doesn't split the batch by them
     used = min(devices, placement.devices)
@@ -355,7 +361,8 @@ class PlaceFamily(Family):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return a layout for each of the workload's placements.
 
-        Empty until the search has chosen the global batch at which layouts are compared.
+        The result is empty until the search has chosen the global batch at which layouts are
+        compared.
         """
         if view.common_batch is None:
             return []

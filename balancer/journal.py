@@ -127,7 +127,10 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def facts(self) -> Facts:
-        """The latest facts about software, workload and data; empty if none were written."""
+        """The latest facts about software, workload and data.
+
+        The facts are empty if none were written.
+        """
         return next(
             (entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)),
             Facts(),
@@ -137,7 +140,7 @@ class JournalContents(msgspec.Struct, frozen=True):
     def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
         """The search's last request for probes, and the requested probes without an outcome.
 
-        None if every requested probe has an outcome.
+        It is None if every requested probe has an outcome.
         """
         answered: set[Probe] = set()
         for entry in reversed(self.entries):
@@ -160,7 +163,7 @@ class JournalContents(msgspec.Struct, frozen=True):
     def last_end(self) -> Finished | FailedEntry | None:
         """The entry with which the search last ended: with a plan, or with an error.
 
-        None if it was killed before its end, or if it was resumed and hasn't ended since.
+        It is None if the search was killed before its end, or was resumed and hasn't ended since.
         """
         last = next(
             (

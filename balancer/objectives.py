@@ -39,7 +39,8 @@ class Objective(msgspec.Struct, frozen=True):
         """Return each device's cost per second while it computes, and while it is idle.
 
         A subclass chooses the unit of the cost, such as watts. The metric of a layout is predicted
-        as its throughput divided by the total cost of all devices. Empty if the costs are unknown.
+        as its throughput divided by the total cost of all devices. Returns an empty list if the
+        costs are unknown.
         """
         return []
 
@@ -51,7 +52,7 @@ class Objective(msgspec.Struct, frozen=True):
 def mean_power(measurements: Iterable[Timed]) -> Power | None:
     """Return the mean power in watts over the measurements in which all devices reported it.
 
-    None if there is no such measurement.
+    Returns None if there is no such measurement.
     """
     known = [seen.power for seen in measurements]
     return Power.mean([power for power in known if power is not None])

@@ -53,7 +53,10 @@ class OpenRun(msgspec.Struct):
         return msgspec.structs.replace(before, entries=(*before.entries, *self._written))
 
     def write(self, entry: LaterEntry) -> None:
-        """Append an entry to the journal; raises UnwrittenError if that fails."""
+        """Append an entry to the journal.
+
+        Raises UnwrittenError if that fails.
+        """
         self.journal.append(entry)
         self._written.append(entry)
 

@@ -130,7 +130,10 @@ def best_solo(state: SessionState, device: int) -> Timed | None:
 
 
 def chosen_layout(state: SessionState) -> Layout | None:
-    """Return the plan's layout or, during the search, the best layout so far; None if unknown."""
+    """Return the plan's layout or, during the search, the best layout so far.
+
+    Returns None if there is none yet.
+    """
     if state.finished is not None:
         shares = state.finished.plan.layout.share
         return layout_of(
@@ -142,7 +145,7 @@ def chosen_layout(state: SessionState) -> Layout | None:
 def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
     """Return the smallest micro-batch, in rows, with which a device ran out of memory alone.
 
-    None if that hasn't happened.
+    Returns None if that hasn't happened.
     """
     failed = [
         entry.seen.probe.layout.pass_rows[device]
@@ -153,7 +156,10 @@ def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
 
 
 def largest_pass_run(state: SessionState, device: int) -> int:
-    """Return the largest micro-batch, in rows, that ran on a device; 0 if no probe succeeded."""
+    """Return the largest micro-batch, in rows, that ran on a device.
+
+    Returns 0 if no probe succeeded.
+    """
     return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
 
@@ -172,7 +178,7 @@ class RatedLayout(NamedTuple):
     def gain_of(self, other: RatedLayout) -> float | None:
         """Return how much faster `other` is than this layout, as a fraction; 0.1 is 10 %.
 
-        None if the two can't be compared.
+        Returns None if the two can't be compared.
         """
         if not is_comparable(other.rate, other.batches, self.rate, self.batches):
             return None
@@ -343,7 +349,7 @@ def _name_even(plan: Plan, even: Evidence) -> str:
 def _find_earlier(plan: Plan, single: Evidence) -> float:
     """Return a single device's throughput in an earlier, faster measurement at the same batch.
 
-    0 if there is none.
+    Returns 0 if there is none.
     """
     if single.kind not in ("best_device", "one_device"):
         return 0.0
@@ -410,7 +416,7 @@ def throughput_interval(throughput: Throughput) -> Interval:
 def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
     """Return the sum of the devices' throughputs as a row of the comparison.
 
-    Empty for fewer than two devices.
+    Returns an empty tuple for fewer than two devices.
     """
     if len(solos) < 2:
         return ()
@@ -475,7 +481,7 @@ def _speeds(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], .
 def seconds_left(state: SessionState) -> float | None:
     """Return how many seconds of the budget are left.
 
-    None without a budget, or after the search has ended.
+    Returns None without a budget, or after the search has ended.
     """
     if state.budget_seconds is None or state.finished is not None or state.ended:
         return None
@@ -483,6 +489,9 @@ def seconds_left(state: SessionState) -> float | None:
 
 
 def own_speed(running: ProbeProgress, device: int) -> float:
-    """Return the samples/s of one device in a running probe; 0 if they aren't known yet."""
+    """Return the samples/s of one device in a running probe.
+
+    Returns 0 if they aren't known yet.
+    """
     layout = running.probe.layout
     return (running.samples_per_second or 0.0) * layout.shares[device] / max(1, layout.global_batch)

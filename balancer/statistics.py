@@ -101,7 +101,7 @@ def _pool_step_errors(differences: Sequence[float], fitted: int) -> float:
 def relative_half_width(interval: Interval) -> float:
     """Return half of an interval's width relative to its value.
 
-    inf if the value is 0 or less.
+    Returns inf if the value is 0 or less.
     """
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
 

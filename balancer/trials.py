@@ -320,8 +320,8 @@ class DryRunResult(msgspec.Struct, frozen=True):
 def dry_run(job: Job, report: Report, stop: threading.Event) -> DryRunResult | None:
     """Train a few steps on the first device, and predict the largest batch of every device.
 
-    None if it was stopped. Raises NoLayoutError if the workload fails, doesn't fit in memory, or
-    takes longer than the budget for one step.
+    Returns None if it was stopped. Raises NoLayoutError if the workload fails, doesn't fit in
+    memory, or takes longer than the budget for one step.
     """
     alone = _limit_to_first_device(job)
     with _locked_prober(alone) as prober:
@@ -353,9 +353,10 @@ def _measure_first_batches(
     stop: threading.Event,
     largest: LargestModel | None,
 ) -> list[Timed]:
-    """Measure the first batches of a search on one device; empty if the user stopped.
+    """Measure the first batches of a search on one device.
 
-    Raises NoLayoutError if no step ended within the budget, or if not even one row fits.
+    Returns an empty list if the user stopped. Raises NoLayoutError if no step ended within the
+    budget, or if not even one row fits.
     """
     budget = one_device_job.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}

@@ -126,7 +126,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def passes(self, position: int) -> int:
         """Return the number of passes in which the device at `position` computes its share.
 
-        0 if it has no share.
+        Returns 0 if it has no share.
         """
         share = self.shares[position]
         return count_passes(share, self.pass_rows[position]) if share else 0
@@ -318,7 +318,10 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def power(self) -> Power | None:
-        """Mean power of the used and unused devices; None if it is unknown for any device."""
+        """Mean power of the used and unused devices.
+
+        It is None if the power of any device is unknown.
+        """
         watts = [watt for watt in self.watts if watt is not None]
         if not watts or len(watts) < len(self.watts):
             return None
@@ -327,12 +330,18 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def tokens(self) -> float:
-        """Tokens per step on all devices, without padding; 0 if rows have no lengths."""
+        """Tokens per step on all devices, without padding.
+
+        It is 0 if rows have no lengths.
+        """
         return sum(each.tokens for each in self.work if each)
 
     @property
     def padding(self) -> float:
-        """Fraction of the computed tokens that is padding; 0 for rows without lengths."""
+        """Fraction of the computed tokens that is padding.
+
+        It is 0 for rows without lengths.
+        """
         padded = sum(each.padded for each in self.work if each)
         return 1 - self.tokens / padded if padded else 0.0
 

@@ -162,7 +162,7 @@ class BlockTimer:
     def interval(self) -> Interval | None:
         """Return the mean step time so far in seconds, with its 95 % interval.
 
-        None until two blocks have been timed.
+        Returns None until two blocks have been timed.
         """
         clean = self._list_undisturbed()
         return step_time_interval(clean) if len(clean) > 1 else None
@@ -377,7 +377,10 @@ def _stays_too_imprecise(blocks: Sequence[Block], elapsed_fraction: float) -> bo
 
 
 def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
-    """Return the mean compute time per step for each rank; None if it is unknown in any block."""
+    """Return the mean compute time per step for each rank.
+
+    None stands for a rank whose time is unknown in any block.
+    """
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)
     return tuple(
@@ -387,7 +390,10 @@ def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """Return the mean breakdown of a step for each rank; empty if any block has no breakdown."""
+    """Return the mean breakdown of a step for each rank.
+
+    Returns an empty tuple if any block has no breakdown.
+    """
     steps = sum(block.steps for block in blocks)
     if not steps or not all(block.parts for block in blocks):
         return ()

@@ -327,10 +327,10 @@ class ChildProber:
             self._idle[group_key] = group
 
     def _measure_memory_of_others(self, group_key: Layout, is_unused: bool) -> tuple[int, ...]:
-        """Return the bytes that other programs hold on each device; empty if unknown.
+        """Return the bytes that other programs hold on each device.
 
-        `is_unused` means that no process of this layout is running yet. `group_key` is the layout
-        without its sizes.
+        Returns an empty tuple if they are unknown. `is_unused` means that no process of this layout
+        is running yet. `group_key` is the layout without its sizes.
         """
         if group_key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
@@ -346,10 +346,11 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the largest share for an extra first step with a smaller batch; 0 for none.
+        """Return the largest share for an extra first step with a smaller batch.
 
-        TensorFlow traces a function for the first batch size, and at the second batch size once
-        more for all sizes. The extra step keeps this out of the measurement.
+        Returns 0 for no such step. TensorFlow traces a function for the first batch size, and at
+        the second batch size once more for all sizes. The extra step keeps this out of the
+        measurement.
         """
         request = self._resolved.request
         traced = (
@@ -514,7 +515,8 @@ class ChildProber:
     def _find_devices(self, group_key: Layout, failure: RankFailure) -> tuple[int, ...]:
         """Return the positions of the devices on which a rank has failed.
 
-        Empty if the rank's process drives several devices, and its error doesn't name a GPU.
+        Returns an empty tuple if the rank's process drives several devices, and its error doesn't
+        name a GPU.
         """
         if not runs_in_one_process(self._resolved, group_key):
             return (group_key.active[failure.rank % len(group_key.active)],)
@@ -533,7 +535,10 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append a probe process's output to the run's error file; return False if that fails."""
+        """Append a probe process's output to the run's error file.
+
+        Returns False if that fails.
+        """
         # also False if the run has no error file
         if self._error_file is None:
             return False

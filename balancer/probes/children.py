@@ -102,7 +102,9 @@ class Child(RunningChild):
         cap_bytes: int | None,
         build_channel: int | None = None,
     ) -> None:
-        """Ask the fork server to start the process; raises OSError if the request can't be sent.
+        """Ask the fork server to start the process.
+
+        Raises OSError if the request can't be sent.
 
         - `cap_bytes`: the process's memory limit, used to recognize exits for lack of
           memory.
@@ -225,7 +227,10 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """Return how many processes Linux has killed for lack of memory since boot; 0 if unknown."""
+    """Return how many processes Linux has killed for lack of memory since boot.
+
+    Returns 0 if it is unknown.
+    """
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

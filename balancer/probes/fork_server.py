@@ -123,7 +123,10 @@ class ForkServer:
             self._send_signal(SignalRequest(key, signal.SIGKILL, True))
 
     def _carry_out(self) -> bool:
-        """Receive and carry out one request; return False if the socket was closed."""
+        """Receive and carry out one request.
+
+        Returns False if the socket was closed.
+        """
         data, descriptors, _, _ = socket.recv_fds(self._channel, LONGEST_REQUEST, STREAMS + 1)
         if not data:
             return False

@@ -257,7 +257,10 @@ class RemoteChild(RunningChild):
         self._host.service.begin("send", self._key, command)
 
     def find_stack(self) -> Stack | None:
-        """Return the stack of the process's main thread; None if unknown or the host is lost."""
+        """Return the stack of the process's main thread.
+
+        Returns None if it is unknown or the host is lost.
+        """
         with suppress(HostLostError):
             stack: Stack | None = self._host.ask("find_stack", self._key)
             return stack
@@ -338,7 +341,10 @@ class RemoteHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> RemoteChild:
-        """Start a probe process on that host; raises HostLostError if the host doesn't answer."""
+        """Start a probe process on that host.
+
+        Raises HostLostError if the host doesn't answer.
+        """
         key = next(self._keys)
         self._children[key] = child = RemoteChild(self, key, rank, inbox)
         try:
@@ -355,7 +361,10 @@ class RemoteHost:
                 self.ask("end", key)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait until the drivers on that host answer; raises StoppedError once `stop` is set."""
+        """Wait until the drivers on that host answer.
+
+        Raises StoppedError once `stop` is set.
+        """
         self.ask("wait_for_drivers", tuple(positions), stop=stop)
         if stop.is_set():
             raise StoppedError
@@ -476,7 +485,10 @@ class Hosts:
         return found
 
     def available_memory_bytes(self) -> int:
-        """Return the free memory, in bytes, of the host with the least; 0 if all hosts are lost."""
+        """Return the free memory, in bytes, of the host with the least.
+
+        Returns 0 if all hosts are lost.
+        """
         sizes: list[int] = []
         for host in self._by_name.values():
             with suppress(HostLostError):

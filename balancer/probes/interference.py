@@ -353,7 +353,10 @@ def _add_throttled_time(
 
 
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
-    """Return driver readings of unused devices; empty if a driver can't be read."""
+    """Return driver readings of unused devices.
+
+    Returns an empty dictionary if a driver can't be read.
+    """
     # the probe can run without it
     with suppress(GroupError, HostLostError):
         return monitor.read(positions) if positions else {}
@@ -380,7 +383,7 @@ def _others_bytes(vitals: Vitals, probe_pids: Collection[int], is_unused: bool) 
     """Return the bytes that programs other than the probe processes hold on a device.
 
     `probe_pids` are the process ids of the probe processes; `is_unused` means that none of them
-    runs on the device. None if the driver doesn't say.
+    runs on the device. Returns None if the driver doesn't say.
     """
     if vitals.used_bytes is None:
         return None
@@ -395,8 +398,8 @@ def _others_bytes(vitals: Vitals, probe_pids: Collection[int], is_unused: bool) 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
     """Return the fraction of time in which a device was throttled between two driver readings.
 
-    `counter` is the reading's field with the seconds of one cause, such as "capped_seconds". 0 if
-    unknown.
+    `counter` is the reading's field with the seconds of one cause, such as "capped_seconds".
+    Returns 0 if unknown.
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0

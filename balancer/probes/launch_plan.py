@@ -302,7 +302,7 @@ class MemoryBudget:
     def _estimate_need(self, position: int, rows: int) -> int | None:
         """Estimate the bytes that a pass with this many rows needs, from passes of other sizes.
 
-        None if no pass was measured.
+        Returns None if no pass was measured.
         """
         peaks = self._peaks.get(position, {})
         # the memory held for other passes grows at most in proportion to the rows

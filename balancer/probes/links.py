@@ -192,10 +192,10 @@ def switches_of(transport: Transport) -> Mapping[str, str]:
 
 
 def name_path(devices: Sequence[Device], switches: Mapping[str, str]) -> str:
-    """Return the slowest path between devices of one host, such as "NVLink"; "" if unknown.
+    """Return the slowest path between devices of one host, such as "NVLink".
 
-    `switches` are NCCL environment variables with their values. If they switch P2P off, the text
-    says so.
+    Returns "" if it is unknown. `switches` are NCCL environment variables with their values. If
+    they switch P2P off, the text says so.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
@@ -437,7 +437,10 @@ class _RankProcess:
         return b"\n" in self._buffer
 
     def receive(self) -> LinkReply | None:
-        """Return the next reply; None if the process has ended, or wrote something else."""
+        """Return the next reply.
+
+        Returns None if the process has ended, or wrote something else.
+        """
         while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
             # this blocks, so call it only once a part of a reply has arrived
             piece = os.read(self.replies, LONGEST_LINE)

@@ -258,7 +258,7 @@ class Measurement:
     def busy_cores(self) -> float | None:
         """Mean number of CPU cores that a step keeps busy.
 
-        None unless the probe has a single rank with CPU cores of its own.
+        It is None unless the probe has a single rank with CPU cores of its own.
         """
         if not self._work_seconds:
             return None
@@ -362,7 +362,7 @@ class Measurement:
     def _own_seconds(self, replies: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
         """Return how many seconds each rank computed in a block, without waiting for other ranks.
 
-        Empty if this can't be measured.
+        Returns an empty tuple if this can't be measured.
         """
         if any(reply.waited_seconds is not None for reply in replies):
             return tuple(_subtract_waiting(wall_seconds, reply.waited_seconds) for reply in replies)
@@ -418,7 +418,7 @@ class Measurement:
     def _cpu_share(self, reply: Ran) -> float | None:
         """Return the fraction of a block in which the process got the CPU cores that it needed.
 
-        None if unknown.
+        Returns None if unknown.
         """
         # other processes may use its cores, so the fraction is unknown
         if not self._ranks.own_cores:

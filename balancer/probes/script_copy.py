@@ -44,7 +44,7 @@ def copy_script(script: Path) -> ScriptCopy:
 def copy_workload(workload: str) -> ScriptCopy | None:
     """Return a copy of the script that a workload like "train.py:build" names.
 
-    None for a workload that isn't in a file. Raises RequestError as `copy_script` does.
+    Returns None for a workload that isn't in a file. Raises RequestError as `copy_script` does.
     """
     home = workload.rpartition(":")[0]
     return copy_script(Path(home)) if home and names_a_file(home) else None

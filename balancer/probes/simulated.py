@@ -271,7 +271,10 @@ class _SimulatedProbe:
     def _mean_watts(
         self, step: float, own_seconds: tuple[float | None, ...]
     ) -> tuple[float | None, ...]:
-        """Return the mean power of each device in watts; empty if unknown."""
+        """Return the mean power of each device in watts.
+
+        Returns an empty tuple if the power is unknown.
+        """
         layout = self._probe.layout
         found = list[float | None]()
         if layout.traits.placed:  # the busy time of each of its devices isn't specified

@@ -271,7 +271,7 @@ class Worker:
     def _name_takers(self, starved: Starvation) -> str:
         """Return the names of programs that competed with this process for its CPU cores.
 
-        "" if they took hardly any CPU time from it.
+        Returns "" if they took hardly any CPU time from it.
         """
         if starved.part < NAMED_FROM:
             return ""

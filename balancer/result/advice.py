@@ -48,10 +48,10 @@ def advise(verdict: Verdict) -> Recommendation:
 
 
 def _find_reason(verdict: Verdict) -> str:
-    """Return a short code for the reason why the measurements can't be trusted; "" if they can.
+    """Return a short code for the reason why the measurements can't be trusted.
 
-    It is the code of a warning, "uncertain" (imprecise samples/s) or "uncompared" (no simpler
-    layout was measured).
+    This is the code of a warning, "uncertain" (imprecise samples/s) or "uncompared" (no simpler
+    layout was measured). Returns "" if the measurements can be trusted.
     """
     for code, most in REASONS:
         if any(doubt.code == code and doubt.value >= most for doubt in verdict.doubts):

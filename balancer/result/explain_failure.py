@@ -108,7 +108,7 @@ def _fails_everywhere(observations: Sequence[Observation]) -> bool:
 def _locate_workload(workload: str, why: str) -> str:
     """Return text that points to the user's function or class that builds the model.
 
-    "" if `why` already names a line of that file, or if the file can't be read.
+    Returns "" if `why` already names a line of that file, or if the file can't be read.
     """
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -125,7 +125,10 @@ def _locate_workload(workload: str, why: str) -> str:
 
 
 def _explain_shards(record: JournalContents) -> Iterator[str]:
-    """Yield text about why sharding the model didn't help either; nothing if it wasn't tried."""
+    """Yield text about why sharding the model didn't help either.
+
+    Yields nothing if it wasn't tried.
+    """
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]

@@ -225,9 +225,10 @@ def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float,
 
 
 def waiting_share(measurements: Sequence[Timed]) -> float | None:
-    """Return the mean fraction of a step in which no device computes; None if unknown.
+    """Return the mean fraction of a step in which no device computes.
 
-    The devices exchange gradients in this time, or it is other overhead.
+    The devices exchange gradients in this time, or it is other overhead. Returns None if the
+    compute times are unknown.
     """
     own = _own_seconds(measurements)
     if own is None or any(timed.step_seconds <= 0 for timed in measurements):
@@ -239,7 +240,10 @@ def waiting_share(measurements: Sequence[Timed]) -> float | None:
 
 
 def padding_share(measurements: Sequence[Timed]) -> float:
-    """Return the mean fraction of tokens that is padding; 0 without measurements."""
+    """Return the mean fraction of tokens that is padding.
+
+    Returns 0 without measurements.
+    """
     return fmean([timed.padding for timed in measurements] or [0.0])
 
 
@@ -247,7 +251,7 @@ def work_gap(measurements: Sequence[Timed]) -> float | None:
     """Return how much the devices' compute times differ within a step, as a fraction.
 
     This is the difference between the longest and the shortest compute time, divided by the
-    longest, and averaged over the measurements. None if a compute time is unknown.
+    longest, and averaged over the measurements. Returns None if a compute time is unknown.
     """
     own = _own_seconds(measurements)
     if own is None or any(max(each) <= 0 for each in own):
@@ -258,7 +262,7 @@ def work_gap(measurements: Sequence[Timed]) -> float | None:
 def _own_seconds(measurements: Sequence[Timed]) -> list[list[float]] | None:
     """Return the compute times of the devices, in seconds per step, for each measurement.
 
-    None if any compute time is unknown.
+    Returns None if any compute time is unknown.
     """
     own = [
         [timed.device_seconds[i] or 0.0 for i in timed.probe.layout.computing]
@@ -334,7 +338,7 @@ def _name_rivals(
 def choose_single(report: SearchReport, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
     """Return the single device that the plan should be compared with.
 
-    If the plan uses one device, it is another one. None if no such device ran alone.
+    If the plan uses one device, it is another one. Returns None if no such device ran alone.
     """
     chosen, alone = report.chosen, list_alone(report)
     own = chosen.layout.active if chosen.layout.traits.alone else ()
@@ -421,7 +425,7 @@ def _describe_rival(
 def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotChosen | None:
     """Return why a layout isn't recommended although it had more samples/s than the plan.
 
-    None if it had no more, or if its samples/s are uncertain.
+    Returns None if it had no more, or if its samples/s are uncertain.
     """
     chosen, problem = report.chosen, report.problem
     if compared.throughput.value <= chosen.throughput.value or not is_known(compared.throughput):
@@ -446,7 +450,7 @@ def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotCho
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
     """Explain why the best layout over several devices is slower than the recommended device.
 
-    None if it isn't slower, or if the times are unknown.
+    Returns None if it isn't slower, or if the times are unknown.
     """
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
@@ -480,8 +484,8 @@ def _find_sum_loss(
 ) -> SumLoss | None:
     """Explain why the plan is over 10 % slower than the sum of all devices when each trains alone.
 
-    None if it isn't that slow, if waiting for data or busy CPU cores already explain it, or if the
-    samples/s of a device are unknown.
+    Returns None if it isn't that slow, if waiting for data or busy CPU cores already explain it, or
+    if the samples/s of a device are unknown.
     """
     chosen = report.chosen
     alone = list(map(_rate, _list_compared_alone(report, rivals)))
@@ -615,7 +619,8 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
     """Return the labels of the plan's devices that lack bfloat16 hardware.
 
-    Empty if the workload doesn't use bfloat16, or if none of the plan's devices has such hardware.
+    Returns an empty tuple if the workload doesn't use bfloat16, or if none of the plan's devices
+    has such hardware.
     """
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs
@@ -633,7 +638,7 @@ def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, .
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
     """Return the value that the plan reaches for the objective, such as samples per joule.
 
-    None if the objective is speed.
+    Returns None if the objective is speed.
     """
     objective, chosen = find_objective(report.problem.objective), report.chosen
 
@@ -673,7 +678,7 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Iterator[LeftOut]:
     """Yield the layouts that weren't measured for lack of time, with a budget that should suffice.
 
-    Empty if the search had no budget or was interrupted.
+    Yields nothing if the search had no budget or was interrupted.
     """
     cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
     if report.problem.budget_seconds is None or cut:

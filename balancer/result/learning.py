@@ -17,9 +17,10 @@ Point = tuple[int, float, float]
 
 
 def find_learning(request: Request, report: SearchReport) -> Learning | None:
-    """Return how the recommended global batch affects learning; None if that is unknown.
+    """Return how the recommended global batch affects learning.
 
-    The request must have the gradient noise scale, or the batch size of the user's script.
+    Returns None if that is unknown. The request must have the gradient noise scale, or the batch
+    size of the user's script.
     """
     layout = report.chosen.layout
     scale = request.noise_scale

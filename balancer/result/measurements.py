@@ -151,8 +151,8 @@ def find_taken_memory(
 def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
     """Return a warning if a layer's statistics depend on the size of a pass, as in BatchNorm.
 
-    `layer` is the name of that layer, or "". The warning has the size of the smallest pass. None if
-    the model has no such layer, or if the layout doesn't use gradient accumulation.
+    `layer` is the name of that layer, or "". The warning has the size of the smallest pass. Returns
+    None if the model has no such layer, or if the layout doesn't use gradient accumulation.
     """
     rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
     return PassStatistics(layer, min(rows)) if layer and rows else None
@@ -274,9 +274,10 @@ def find_left_out(
 def _why_left_out(
     failure: Failed | OutOfMemory, position: int, has_run: bool, chosen: Layout
 ) -> Reason | None:
-    """Return why a device can't be used after a failure; None if it still can be used.
+    """Return why a device can't be used after a failure.
 
-    `has_run` says whether a probe had succeeded on the device before.
+    Returns None if it still can be used. `has_run` says whether a probe had succeeded on the device
+    before.
     """
     if not has_run:
         return "nothing_ran" if isinstance(failure, Failed) else "nothing_fits"

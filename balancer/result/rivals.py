@@ -90,7 +90,10 @@ class ComparedLayout(msgspec.Struct, frozen=True):
 
     @property
     def family(self) -> Family | None:
-        """The family of the layout; None if the layout has tuning options."""
+        """The family of the layout.
+
+        It is None if the layout has tuning options.
+        """
         return None if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
@@ -158,7 +161,7 @@ def compare(
     - `interval`: the samples/s of the other layout.
     - `ranked`: its result in the final comparison, in which the two layouts were measured
       alternately. It decides whether the layouts tie. If the separate samples/s contradict it, the
-      gain is taken from it too. None if there was no such comparison.
+      gain is taken from it too. It is None if there was no such comparison.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)

@@ -223,7 +223,7 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 def _find_even_split(verdict: Verdict) -> Rival | None:
     """Return the layout with equal shares that an unequal or sharded plan is compared with.
 
-    None if there is none, or if the recommendation is to use one device.
+    Returns None if there is none, or if the recommendation is to use one device.
     """
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
@@ -308,7 +308,10 @@ def _write_rough_gain(difference: RateGap, over: str) -> str:
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Return the error of a gain as text, such as " ± 2 %"; "" if the measurements are precise."""
+    """Return the error of a gain as text, such as " ± 2 %".
+
+    Returns "" if the measurements are precise.
+    """
     intervals = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
@@ -677,7 +680,7 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
     """Return the number of data-loader workers of a layout as text.
 
-    None unless this number is all that differs from the plan.
+    Returns None unless this number is all that differs from the plan.
     """
     knobs = (*rival.knobs, *verdict.chosen.knobs)
     same = (rival.devices, rival.batches) == (verdict.chosen.devices, verdict.chosen.batches)
@@ -1151,7 +1154,8 @@ def _needs_time(finished: Finished) -> bool:
 def recommends_plan(finished: Finished) -> bool:
     """Return whether the user should train with the plan rather than without one.
 
-    False for simulated devices. True for runs of older versions, which stored no recommendation.
+    Returns False for simulated devices. Returns True for runs of older versions, which stored no
+    recommendation.
     """
     found = finished.found
     if found is None or found.recommendation is None:
@@ -1162,7 +1166,7 @@ def recommends_plan(finished: Finished) -> bool:
 def find_one_device_command(finished: Finished) -> str:
     """Return the shell command that runs the user's script on the recommended device alone.
 
-    "" if something other than one real device is recommended, or if there is no script.
+    Returns "" if something other than one real device is recommended, or if there is no script.
     """
     found = finished.found
     if found is None or found.recommendation is None or found.simulated:
@@ -1185,7 +1189,7 @@ def find_one_device_command(finished: Finished) -> str:
 def write_training_step(plan: Plan, path: str) -> str:
     """Return a line with the command that trains with the plan, and on which hosts to run it.
 
-    "" if the plan can't be launched by a command.
+    Returns "" if the plan can't be launched by a command.
     """
     command = find_training_command(plan, path)
     hosts = [host for host in dict.fromkeys(share.host for share in plan.layout.active) if host]
@@ -1196,7 +1200,7 @@ def write_training_step(plan: Plan, path: str) -> str:
 def find_training_command(plan: Plan, path: str) -> str:
     """Return the `evener launch` command that trains with a plan.
 
-    "" for simulated devices, built-in workloads, and layouts without shares.
+    Returns "" for simulated devices, built-in workloads, and layouts without shares.
     """
     script = plan.workload.rpartition(":")[0]
     simulated = is_simulated(share.device for share in plan.layout.active)

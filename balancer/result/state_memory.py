@@ -24,10 +24,11 @@ def find_state_memory(
     devices: Sequence[Device],
     chosen: Layout | None,
 ) -> StateMemory | None:
-    """Return which devices can hold the model's state; None if the workload can't be sharded.
+    """Return which devices can hold the model's state.
 
-    If all parameters are trained, the result also says how much memory LoRA and QLoRA would need
-    instead. `chosen` is the recommended layout, or None if there is none.
+    Returns None if the workload can't be sharded. If all parameters are trained, the result also
+    says how much memory LoRA and QLoRA would need instead. `chosen` is the recommended layout, or
+    None if there is none.
     """
     state = facts.state
     if state is None or not state.parameters:
@@ -71,7 +72,7 @@ def _find_adapters(
 def write_state_memory(memory: StateMemory) -> str:
     """Return sentences for users about the memory that the model's state needs.
 
-    "" if one device can hold it and the plan isn't sharded.
+    Returns "" if one device can hold it and the plan isn't sharded.
     """
     if memory.fits_on and not memory.shard_bytes:
         return ""

@@ -74,7 +74,8 @@ def find_training_limits(
 ) -> tuple[TrainingLimit, ...]:
     """Return the parts of a step that could be removed to train faster, largest first.
 
-    Empty if the step's parts weren't measured, or if the layout runs several jobs side by side.
+    Returns an empty tuple if the step's parts weren't measured, or if the layout runs several jobs
+    side by side.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -148,14 +149,17 @@ class _Measured:
     def longest_seconds(self, name: str) -> float | None:
         """Return the seconds of a part of the step, on the device where it takes longest.
 
-        `name` is the name of the part's field in `PartSeconds`. None if it is unknown.
+        `name` is the name of the part's field in `PartSeconds`. Returns None if it is unknown.
         """
         shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
 
     def compute_seconds(self, position: int) -> float:
-        """Return how many seconds a device computes per step; 0 if unknown."""
+        """Return how many seconds a device computes per step.
+
+        Returns 0 if it is unknown.
+        """
         known = [
             own / turn.step_seconds
             for turn in self.turns
@@ -195,7 +199,10 @@ class _Measured:
         return [i for i in self.layout.computing if self.compute_seconds(i) >= LONGEST * longest]
 
     def launch_wait_seconds(self) -> float:
-        """Return how many seconds per step a GPU waits for kernel launches; 0 if unknown."""
+        """Return how many seconds per step a GPU waits for kernel launches.
+
+        Returns 0 if it is unknown.
+        """
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
@@ -235,7 +242,7 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
     """Return the step time without waiting for data, and the error of that time, in seconds.
 
-    The error is half of the 95 % interval. None if the time wasn't measured.
+    The error is half of the 95 % interval. Returns None if the time wasn't measured.
     """
     scaled = []
     errors = []
@@ -462,8 +469,8 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
     """Return the time that the plan's shares save compared with equal shares.
 
-    It is listed as a limit that the plan has already removed. Empty unless equal shares of the same
-    batch were measured on the same devices.
+    It is listed as a limit that the plan has already removed. Returns an empty list unless equal
+    shares of the same batch were measured on the same devices.
     """
     chosen = report.chosen
     layout = chosen.layout

@@ -99,7 +99,8 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     def is_beyond(self, threshold: float) -> bool:
         """Return whether the second run is slower by more than the fraction `threshold`.
 
-        False if the error of the measurement is so large that it may be as fast as the first.
+        Returns False if the error of the measurement is so large that it may be as fast as the
+        first.
         """
         return self.least > 0 and self.slowdown > threshold
 
@@ -241,7 +242,8 @@ def _compare_quick_steps(
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
     """Return how many more seconds per row the second run spends on rare work, such as checkpoints.
 
-    0 if the difference is within its error, or if other programs slowed the runs too much to know.
+    Returns 0 if the difference is within its error, or if other programs slowed the runs too much
+    to know.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
@@ -302,7 +304,7 @@ def _compare_phases(
 ) -> list[PhaseDifference]:
     """Return how the time of each part of a step differs between two training runs.
 
-    Empty if the runs didn't record the parts.
+    Returns an empty list if the runs didn't record the parts.
     """
     known = [[window for window in windows if window.sums.steps] for windows in (first, second)]
     if not all(known):

@@ -208,7 +208,10 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file, with a few attempts; raise BlockingIOError if it stays locked."""
+    """Lock an open file, with a few attempts.
+
+    Raises BlockingIOError if it stays locked.
+    """
     # `is_running` in another process also locks the file for a moment
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):
@@ -233,7 +236,10 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """Return text about a lock's holder, such as " (process 12, run x)"; "" if unknown."""
+    """Return text about a lock's holder, such as " (process 12, run x)".
+
+    Returns "" if it is unknown.
+    """
     pid = note.get("pid")
     run = note.get("run")
     # the file may have been changed, so fields that evener wouldn't have written are left out

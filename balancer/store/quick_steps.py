@@ -104,7 +104,7 @@ def compare_quick_steps(
 def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool) -> list[float]:
     """Return by which factor each run's core was slower than the fastest one, as a logarithm.
 
-    0 for all runs if the speeds of their cores can't be compared.
+    Returns 0 for all runs if the speeds of their cores can't be compared.
     """
     if not same_product or not all(
         window.core_s > 0 for training in trainings for window in training

@@ -177,9 +177,9 @@ def find_any(name: str) -> str:
 
 
 def load_training(run: str) -> RecordedTraining | None:
-    """Read the journal of a training run; None if this run is a search.
+    """Read the journal of a training run.
 
-    Raises RequestError if the journal is broken.
+    Returns None if this run is a search. Raises RequestError if the journal is broken.
     """
     return _read_training(run, _training_path(run)) if _is_training(run) else None
 
@@ -204,7 +204,10 @@ def load_noise(name: str) -> NoiseEntry:
 
 
 def _read_training(run: str, path: Path) -> RecordedTraining:
-    """Read the journal of a training run; raises RequestError if it is broken."""
+    """Read the journal of a training run.
+
+    Raises RequestError if it is broken.
+    """
     lines = read_trusted(path).split(b"\n")[:-1]
     entries = []
     for number, line in enumerate(lines, 1):
@@ -237,7 +240,10 @@ def each_run() -> Iterator[RunSummary]:
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
-    """Return how fast later training runs with this search's plan were; None if there are none."""
+    """Return how fast later training runs with this search's plan were.
+
+    Returns None if there are none.
+    """
     trainings = []
     for newer in reversed(_list_ids()):
         if newer <= run:
@@ -273,8 +279,8 @@ def load_run(name: str) -> StoredRun:
 def _find_end(record: JournalContents, source: str) -> Finished | None:
     """Return the event that ended a run, with its plan converted to today's format.
 
-    If the run was cut off, the event is computed from its measurements. None if they give no plan.
-    `source` names the run in errors.
+    If the run was cut off, the event is computed from its measurements. Returns None if they give
+    no plan. `source` names the run in errors.
     """
     if record.ended is not None:
         return msgspec.structs.replace(
