@@ -1,1 +1,1 @@
-"""Ranks of a training run: their devices, process groups, step times and reports."""
+"""Ranks of a training run, with their devices, process groups, step times and reports."""

@@ -1,6 +1,6 @@
-"""Measures the steps of one rank: how long it computes, and waits for other ranks and data.
+"""Measure how long each step of a rank computes, and how long it waits for other ranks and data.
 
-Own work is the time in which the rank computes. It ends when the rank's last gradient is ready; the
+Own work is the time in which the rank computes. It ends when the rank's last gradient is ready. The
 backward pass ends later, with an all-reduce, at the same time on every rank. A step is divided into
 phases (`Phase`). The timer records a time stamp (mark) where each phase begins.
 """
@@ -89,7 +89,7 @@ PARTS_END = StepSums.__struct_fields__.index("between_s") + 1
 
 
 class HostClock:
-    """Clock for training on a CPU; a time stamp is the seconds of `time.perf_counter`."""
+    """Clock for training on a CPU, whose time stamps are seconds of `time.perf_counter`."""
 
     mark = staticmethod(time.perf_counter)
     computed = staticmethod(time.thread_time)  # CPU time of this thread, in seconds
@@ -108,11 +108,11 @@ class HostClock:
         return end - start
 
     def reuse(self, marks: Sequence[float]) -> None:
-        """Do nothing, because plain numbers needn't be reused, unlike a GPU's events."""
+        """Do nothing, because these time stamps are numbers, not CUDA events that can be reused."""
 
 
 class GpuClock:
-    """Clock for training on a GPU; a time stamp is a CUDA event on the current stream.
+    """Clock for training on a GPU, whose time stamps are CUDA events on the current stream.
 
     A `device` of None means the current one. `make_event` creates an event, and `find_stream`
     returns a device's current stream.
@@ -130,13 +130,13 @@ class GpuClock:
         self._free: list[Any] = []
 
     def mark(self) -> Any:
-        """Record a CUDA event behind the work that is queued on the GPU, and return it."""
+        """Record a CUDA event after all work that is queued on the GPU, and return it."""
         event = self._free.pop() if self._free else self._make_event(enable_timing=True)
         event.record(self._find_stream(self._device))
         return event
 
     def computed(self) -> float:
-        """Return NaN, because the CPU time of steps isn't measured on a GPU."""
+        """Return NaN, because CPU time isn't measured when a GPU computes."""
         return math.nan
 
     computed_by_all = computed
@@ -154,12 +154,12 @@ class GpuClock:
         return float(start.elapsed_time(end)) / 1e3
 
     def reuse(self, marks: Sequence[Any]) -> None:
-        """Take CUDA events that are no longer needed, to record them again later."""
+        """Accept CUDA events that are no longer needed, to record them again later."""
         self._free.extend(marks)
 
 
 class TimedStep(NamedTuple):
-    """How long one step took and what it spent its time on, in seconds; NaN where unknown."""
+    """Duration of one step and of its phases, in seconds, with NaN for unknown durations."""
 
     sizes: tuple[int, ...]  # rows of each rank
     own_work_s: float  # from the batch's arrival until the last gradient is ready
@@ -179,9 +179,9 @@ class TimedStep(NamedTuple):
 
 
 class _CpuTimes:
-    """CPU seconds of a batch's compute time: of the loop's thread, and of the whole process.
+    """CPU seconds that a batch's computation took in the loop's thread and in the whole process.
 
-    They are NaN as long as they aren't known.
+    They are NaN until they have been measured.
     """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
@@ -198,25 +198,25 @@ class _CpuTimes:
         self.all_own_s = math.nan  # CPU time of all threads in own work
 
     def note_gradients(self) -> None:
-        """Measure the CPU times, now that the batch's last gradient is ready."""
+        """Measure the CPU times, because the batch's last gradient is ready."""
         own_thread = get_ident() == self._thread
         self.own_s = self._clock.computed() - self._began_s if own_thread else math.nan
         self.all_own_s = self._clock.computed_by_all() - self._all_began_s
 
 
 class _MarkedStep(NamedTuple):
-    """A step with the time stamps of its phases, whose durations aren't computed yet."""
+    """A step with the time stamps of its phases, before their durations are computed."""
 
-    # The device may still be computing the step. A mark is a point in time of the device's clock.
+    # the device may still be computing the step; a mark is a point in time of the device's clock
 
     sizes: tuple[int, ...]
-    asked: Any  # mark when this batch was requested; None if a loop began with it
+    requested: Any  # mark when this batch was requested; None if a loop began with it
     # phases since the end of the last loop, if a loop began with this batch
-    apart: Sequence[tuple[Phase, Any]]
+    between_loops: Sequence[tuple[Phase, Any]]
     marks: Sequence[tuple[Phase, Any]]  # the phase that began at each mark; own work at the first
     done: Any  # mark when the next batch was requested
     number: int
-    counts: bool  # True if its gradients were computed, or an optimizer has used them
+    is_step: bool  # True if its gradients were computed, or an optimizer has used them
     disturbed: bool
     behind: float
     cpu: _CpuTimes | None  # None: not measured in this step
@@ -227,9 +227,9 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """Counts and times of the batches since the last timed one, which have no time stamps."""
+    """Counts and durations for the batches since the last timed one; they have no time stamps."""
 
-    # Only the time for files and validation is measured for these batches, by the host.
+    # only their time for files and validation is measured, by the host
 
     batches: int = 0
     steps: int = 0  # number of these batches with gradients
@@ -238,7 +238,7 @@ class _Untimed(msgspec.Struct):
 
 
 class _StepDurations(NamedTuple):
-    """How long the phases of one training step took, in seconds."""
+    """Durations of the phases of one training step, in seconds."""
 
     spans: Mapping[Phase, float]  # from the batch's arrival until the next batch is requested
     last_s: float  # after the last mark
@@ -248,7 +248,7 @@ class _StepDurations(NamedTuple):
 
 
 class StepTimer:
-    """Measures what a rank spends each step on: input, computing, waiting and updating.
+    """Measures how long each step of a rank takes for input, computing, waiting and updating.
 
     Arguments:
 
@@ -256,7 +256,7 @@ class StepTimer:
     - `single_rank`: whether there are no other ranks to wait for.
 
     `sums` has the totals of all steps after the first few. If gradients accumulate over two
-    batches, only the second one is a step, but the time of both counts.
+    batches, only the second batch counts as a step, but its time includes both.
     """
 
     # A timed batch has marks (`_marks`). For any other batch, only the current phase is stored
@@ -314,7 +314,10 @@ class StepTimer:
         self.release = _OPTIMIZER_HOOKS.hold(self)  # call it to stop watching optimizers' steps
 
     def begin(self, sizes: tuple[int, ...]) -> None:
-        """Begin a batch when its loader yields it; `sizes` are the row counts by rank."""
+        """Begin a batch when its loader yields it.
+
+        `sizes` has the row count of each rank.
+        """
         self.sizes = sizes
         if self._next_timed:
             self._begin_timed()
@@ -351,14 +354,14 @@ class StepTimer:
         self._choice, self._choose_at = None, 0
 
     def time_fewer(self, rate: TimedRate) -> None:
-        """Time only some batches from now on, at the given rate."""
+        """Time only some of the batches from now on, at the given rate."""
         self._choice = TimedBatches(rate)
         self._choose_at = 0
 
     def time_few(self) -> None:
-        """Time only a few batches from now on, because timing slows down a host that is busy.
+        """Time only few batches from now on, because timing slows down a host that is busy.
 
-        Nothing changes if only some batches are timed already.
+        Nothing changes if only some of the batches are already timed.
         """
         if self._choice is None:
             most = IF_HOST_LIMITS.most_stride
@@ -366,44 +369,45 @@ class StepTimer:
             self._choose_at = 0
 
     def disturb(self) -> None:
-        """Leave the current step out of statistics, for example because an audit slows it down."""
+        """Exclude the current step from statistics, for example because an audit slows it down."""
         self._disturbed = True
 
-    def _enter(self, doing: Phase, *after: Phase) -> None:
-        """Begin the phase `doing` if the current phase is among `after`."""
-        if self._marks and self._marks[-1][0] in after:
+    def _enter(self, phase: Phase, *previous: Phase) -> None:
+        """Begin `phase` if the current phase is one of `previous`."""
+        if self._marks and self._marks[-1][0] in previous:
             self._note_files(self._marks)
-            self._marks.append((doing, self._clock.mark()))
-            if doing == BETWEEN:
+            self._marks.append((phase, self._clock.mark()))
+            if phase == BETWEEN:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """If files were written since the last step, count the time since then as writing files."""
-        # `marks` has the phases so far, and the time at which each began. If the last phase is the
-        # one between two steps, it is changed in place. Bytes are counted only if the phase is long
-        # enough to matter, because counting takes microseconds. So the count may include bytes of
-        # earlier steps.
+        """If files were written since the last step, count the time since then as file time.
+
+        `marks` has each phase so far with the time stamp of its beginning, and may be changed.
+        """
+        # Bytes are counted only if the phase is long enough to matter, because counting takes
+        # microseconds. So the count may include bytes of earlier steps.
         if marks and marks[-1][0] == BETWEEN and self._has_written():
             marks[-1] = (FILES, marks[-1][1])
 
     def _begin_between(self) -> None:
-        """Store on the host when the time between two steps begins."""
+        """Record on the host that the time between two steps begins."""
         self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def _has_written(self) -> bool:
-        """Return whether the loop's thread has written many bytes since the last step."""
+        """Return whether the loop's thread has written many bytes to files since the last step."""
         is_long = time.perf_counter() >= self._files_from
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """Count the time after an untimed batch as writing files, if files were written."""
-        # The whole time between the batches then counts as file time.
+        """Count the time since the end of an untimed batch as file time, if files were written."""
+        # the whole time between the batches then counts as file time
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
             self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
-        """Return how many bytes the training loop's thread has written since the last call."""
+        """Return how many bytes the loop's thread has written to files since the last call."""
         if self._writes is None:
             # no batch has begun yet
             return 0
@@ -412,7 +416,7 @@ class StepTimer:
         return self._written - before
 
     def note_gradients(self) -> None:
-        """Record that this rank's gradients are computed, so that it now waits for other ranks."""
+        """Record that this rank's gradients are computed, and that it now waits for other ranks."""
         # called in each pass of a batch; the last call counts
         if not (self.has_own_work or self._single_rank):
             return
@@ -430,7 +434,7 @@ class StepTimer:
             self._cpu.note_gradients()
 
     def note_sent(self) -> None:
-        """Record if the GPU is still computing now that the host has sent the last gradients.
+        """Record whether the GPU is still computing after the host has sent the last gradients.
 
         If it isn't, the GPU may have waited for the host.
         """
@@ -441,7 +445,7 @@ class StepTimer:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
 
     def note_enqueued(self) -> None:
-        """Record if the GPU is still computing now that the host has queued the backward pass.
+        """Record whether the GPU is still computing after the host has queued the backward pass.
 
         If it isn't, the GPU may have waited for the host.
         """
@@ -455,7 +459,7 @@ class StepTimer:
             self.note_sent()
 
     def note_backward(self) -> None:
-        """Record that the all-reduce of gradients, and so the backward pass, has ended."""
+        """Record that the all-reduce of gradients has ended, and with it the backward pass."""
         if self._timed:
             self._enter(BETWEEN, SUM)
         elif self._doing == SUM:
@@ -467,8 +471,8 @@ class StepTimer:
         return bool(self._clock.is_captured())
 
     def note_pass_alone(self) -> None:
-        """Record the end of a backward pass without an all-reduce, as under `no_sync`."""
-        # The timer also records whether the GPU is behind its host.
+        """Record the end of a backward pass that has no all-reduce, as under `no_sync`."""
+        # also records whether the GPU is behind its host
         if not self._timed:
             self._doing = BETWEEN
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
@@ -481,9 +485,9 @@ class StepTimer:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context manager: time spent inside counts as writing files, if the rank is computing.
+        """Context manager whose duration counts as file time if the rank is computing.
 
-        Between steps, the timer itself notices that files are written.
+        Between steps, the timer itself detects that files are written.
         """
         if self._doing == OWN:
             began_s = time.perf_counter()
@@ -497,7 +501,7 @@ class StepTimer:
             self._enter(OWN, FILES)
 
     def note_update(self) -> None:
-        """Record that an optimizer's step begins."""
+        """Record that a step of an optimizer begins."""
         self._applied = True
         self._updates += 1
         if not self._timed:
@@ -525,7 +529,7 @@ class StepTimer:
         self._enter(UPDATE, SUM, BETWEEN, FILES, PREPARATION)
 
     def note_updated(self) -> None:
-        """Record that an optimizer's step has ended."""
+        """Record that a step of an optimizer has ended."""
         if self._timed:
             self._enter(BETWEEN, UPDATE)
         elif self._doing == UPDATE:
@@ -533,7 +537,7 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_validation(self) -> None:
-        """Record that a batch of a validation begins; do nothing while a training step computes."""
+        """Record that a validation batch begins, unless a training step is being computed."""
         # a validation is timed from its first batch until its last begins; see `_add_last_batch`
         if self._doing is not None:
             self._note_untimed_validation()
@@ -555,7 +559,7 @@ class StepTimer:
             self._begin_between()
 
     def _note_untimed_validation(self) -> None:
-        """Record that a validation batch begins, after a training batch that isn't timed."""
+        """Record that a validation batch begins after a training batch that isn't timed."""
         # of several batches, the time until the last one begins is measured
         if self._doing not in (BETWEEN, VALIDATION):
             return
@@ -573,7 +577,7 @@ class StepTimer:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Context manager: time spent inside counts as waiting for other ranks."""
+        """Context manager whose duration counts as waiting for other ranks."""
         if self._validates:  # the validation continues
             with own_collectives():
                 yield
@@ -596,7 +600,7 @@ class StepTimer:
             self._enter(before, SUM)
 
     def begin_wait(self) -> bool:
-        """Begin a wait for other ranks within a pass; return False if the rank isn't computing."""
+        """Begin to wait for other ranks within a pass; return False if the rank isn't computing."""
         if self._doing == OWN:
             self._doing = SUM
             return True
@@ -606,13 +610,13 @@ class StepTimer:
         return True
 
     def end_wait(self) -> None:
-        """End the waiting that `begin_wait` began; the rank computes again."""
+        """End the wait that `begin_wait` began, because the rank computes again."""
         if self._doing == SUM:
             self._doing = OWN
         self._enter(OWN, SUM)
 
     def now(self) -> tuple[int, Doing]:
-        """Return the number of the current batch, and the rank's current activity."""
+        """Return the number of the current batch, and what the rank is doing now."""
         doing = self._marks[-1][0] if self._marks else self._doing
         if doing is None:
             return self._batches, BETWEEN if self._asked is None else INPUT
@@ -621,12 +625,12 @@ class StepTimer:
     def finish(self) -> bool:
         """End the current batch, because the loop requests the next one.
 
-        Return whether its gradients were computed; a second call before the next batch returns
-        False.
+        Return whether the batch's gradients were computed. A second call before the next batch
+        returns False.
         """
-        counts = self._computed or self._applied
+        is_step = self._computed or self._applied
         if self._doing is not None:
-            self._finish_untimed(counts)
+            self._finish_untimed(is_step)
             if self._batches + 1 < self._choose_at:  # the next one isn't timed either
                 self._asked = math.nan
                 return self._computed
@@ -639,7 +643,7 @@ class StepTimer:
             done = self._clock.mark()
             if self._marks:
                 self._note_files(self._marks)
-                self._finish_timed(done, counts)
+                self._finish_timed(done, is_step)
             self._asked, self._marks, self._before = done, [], ()
         self._idle_s = math.nan
         if self._next_timed and self._batches + 1 >= self._measured_at:
@@ -648,39 +652,43 @@ class StepTimer:
 
     @property
     def has_trained(self) -> bool:
-        """Whether the newest batch has led to gradients or to an update of weights."""
+        """Whether the newest batch has led to gradients or to an optimizer step."""
         return self._computed or self._applied
 
     def start_loop(self) -> None:
-        """Begin to measure a training loop, which requests its first batch.
+        """Begin to measure a training loop, when it requests its first batch.
 
-        The time until that batch counts as input time. Nothing happens while a batch of another
-        loop is being trained.
+        The time until it gets that batch counts as input time. Nothing happens while a batch of
+        another loop is being trained.
         """
         if self._asked is None and not self._marks and self._doing is None:
             self.finish()
 
-    def _finish_untimed(self, counts: bool) -> None:
-        """End a batch whose phases aren't timed; `counts` is whether it was a training step."""
-        # A batch is a step if its gradients were computed or an optimizer stepped.
+    def _finish_untimed(self, is_step: bool) -> None:
+        """End a batch whose phases aren't timed.
+
+        `is_step` is True if its gradients were computed or an optimizer has used them.
+        """
         if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
             self._note_untimed_files()
         if self._validates:
             self._note_validated()
         self._untimed.batches += 1
-        self._untimed.steps += counts
+        self._untimed.steps += is_step
         self._doing, self._timed = None, True  # until the next batch begins
 
     def _choose_next(self) -> None:
-        """Decide whether the next batch is timed."""
+        """Decide whether to time the next batch."""
         number = self._batches + 1
         is_chosen = self._choice is None or self._choice.is_timed(number)
         self._next_timed = is_chosen or bool(self._apart)
         self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
-    def _finish_timed(self, done: Any, counts: bool) -> None:
-        """End a timed batch; `done` is the time stamp of its end."""
-        # A batch is a step if its gradients were computed or an optimizer stepped.
+    def _finish_timed(self, done: Any, is_step: bool) -> None:
+        """End a timed batch, whose end has the time stamp `done`.
+
+        `is_step` is True if its gradients were computed or an optimizer has used them.
+        """
         step = _MarkedStep(
             self.sizes,
             self._asked,
@@ -688,7 +696,7 @@ class StepTimer:
             self._marks,
             done,
             self._batches,
-            counts,
+            is_step,
             self._disturbed,
             self._behind,
             self._cpu,
@@ -705,7 +713,7 @@ class StepTimer:
             self._count_written()
 
     def _note_validated(self) -> None:
-        """Count the duration of a validation that followed a batch that isn't timed."""
+        """Add the duration of a validation that followed a batch that isn't timed."""
         begun, ended = self._validated
         whole_s = time.perf_counter() - begun
         known_s = ended - begun if ended else whole_s
@@ -713,7 +721,7 @@ class StepTimer:
         self._untimed.validation_s += min(known_s + last_s, whole_s)
 
     def pause(self) -> None:
-        """End the loop: the time until the next loop isn't part of a step."""
+        """End the loop; the time until the next loop isn't part of a step."""
         left = self._asked
         if left is not None and not self._next_timed:
             left = self._clock.mark()
@@ -726,36 +734,36 @@ class StepTimer:
             self._begin_between()
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
-        """Return the durations of the last `count` steps, without those still being computed.
+        """Return the durations of the last `count` steps, the oldest first.
 
-        The oldest comes first.
+        Steps that are still being computed are left out.
         """
         self._time_past()
-        missing = sum(each.counts for each in self._marked)
+        missing = sum(each.is_step for each in self._marked)
         if count <= missing:
             return []
         return [self._make_timed_step(*step) for step in list(self._steps)[-(count - missing) :]]
 
     def _time_past(self) -> None:
-        """Compute the durations of steps that the device has finished since the last call."""
-        # Steps that were finished at the last call have been removed from `_marked`.
+        """Compute the durations of all steps that the device has finished since the last call."""
         while self._marked and self._clock.is_past(self._marked[0].done):
             marked = self._marked.popleft()
             spent = self._time(marked)
-            if marked.counts:
+            if marked.is_step:
                 self._steps.append((marked, spent))
             if self._counted >= WARM_STEPS and not marked.disturbed:
                 self._add_to_sums(marked, spent)
-            self._counted += marked.counts + marked.untimed.steps
+            self._counted += marked.is_step + marked.untimed.steps
             if not self._on_host:
                 self._clock.reuse(_list_marks(marked))
 
     def _add_to_sums(self, marked: _MarkedStep, spent: _StepDurations) -> None:
-        """Add a timed batch to the totals, also for the untimed batches that it represents."""
-        # `marked` is the batch, and `spent` has its times. They are weighted by the number of
-        # batches that the timed one represents. But files and validation are measured in every
-        # batch, and each measurement of idle time covers all batches since the previous one. So
-        # these three aren't weighted.
+        """Add a timed batch to the totals, weighted by the number of batches that it represents.
+
+        `spent` has the durations of the batch.
+        """
+        # Three durations aren't weighted: files and validation are measured in every batch, and
+        # each measurement of idle time covers all batches since the previous one.
         untimed = marked.untimed
         seconds = sum(spent.sums[1:PARTS_END])
         if not untimed.batches:
@@ -769,13 +777,13 @@ class StepTimer:
         self.sums.add(weighted, sum(weighted[1:PARTS_END]), seconds)
 
     def last_steps(self) -> tuple[LastStep, ...]:
-        """Return for the monitor what the last steps spent their time on."""
+        """Return what the last steps spent their time on, to show it in the monitor."""
         return tuple(
             LastStep(step.number, *_join_parts(step.sums)) for step in self.last(MOST_STEPS)
         )
 
     def behind_part(self) -> float:
-        """Return the fraction of steps in which the GPU never waited for the host.
+        """Return in which fraction of the steps the GPU never waited for the host.
 
         The result is -1 if that is unknown.
         """
@@ -783,10 +791,10 @@ class StepTimer:
         return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """Return medians over the last steps, in seconds, or 0 where unknown.
+        """Return median durations of the last steps, in seconds, or 0 where unknown.
 
-        The first result has compute and waiting time, the second the times of input, of the whole
-        step and between steps.
+        The first result has the compute and waiting times. The second has the times for input, for
+        the whole step and between steps.
         """
         steps = self.last()
         own, waiting, inputs, times, between = (
@@ -802,8 +810,8 @@ class StepTimer:
         )
 
     def _time(self, marked: _MarkedStep) -> _StepDurations:
-        """Compute the durations of a finished step."""
-        asked, marks = marked.asked, marked.marks
+        """Compute the durations of a step that is finished."""
+        asked, marks = marked.requested, marked.marks
         spans, last_s = _total_phases(self._clock.seconds, marks, marked.done)
         _add_last_batch(spans, last_s, marked.validations[1])
         if asked is None:
@@ -816,7 +824,7 @@ class StepTimer:
         )
 
     def _make_timed_step(self, marked: _MarkedStep, spent: _StepDurations) -> TimedStep:
-        """Return a step's durations as a TimedStep, with NaN where one is unknown."""
+        """Return a step's durations as a TimedStep, with NaN for unknown ones."""
         phase_seconds = _list_ended_phases(marked, spent)
         own_s, waiting_s = (phase_seconds.get(phase, math.nan) for phase in (OWN, SUM))
         cpu, are_parts_known = marked.cpu, self.has_own_work
@@ -831,36 +839,38 @@ class StepTimer:
             disturbed=marked.disturbed,
             behind=marked.behind,
             computing=cpu.own_s / own_s if cpu is not None and own_s > 0 else math.nan,
-            idle_input_s=math.nan if cpu is None else _least(spent.input_s, cpu.idle_input_s),
+            idle_input_s=math.nan if cpu is None else _smaller(spent.input_s, cpu.idle_input_s),
             sums=spent.sums,
         )
 
     def _list_step_sums(
         self, marked: _MarkedStep, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
-        """Return a step's durations in seconds, in the field order of StepSums."""
-        # `spans` has the durations of the step's phases. `input_s` is the time until the step's
-        # batch arrived. If a loop began with the step, the time since the previous loop is
-        # included. Fetching the loop's first batch is a part of that time, unless `start_loop` was
-        # called before.
+        """Return a step's durations in seconds, in the order of StepSums' fields.
+
+        `spans` has the durations of its phases, and `input_s` is the time until its batch arrived.
+        If a loop began with this step, the time since the previous loop is included.
+        """
+        # the time since the previous loop includes the fetching of the first batch, unless
+        # `start_loop` was called before
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
         between_s, idle_own_s, idle_input_s = spans.get(BETWEEN, 0.0), 0.0, 0.0
-        if marked.apart:
-            end = marked.marks[0][1] if marked.asked is None else marked.asked
-            apart, rest_s = _total_phases(self._clock.seconds, marked.apart, end)
-            _add_last_batch(apart, rest_s, marked.validations[0])
-            files_s += apart.get(FILES, 0.0)
-            validation_s += apart.get(VALIDATION, 0.0)
-            between_s += apart.get(BETWEEN, 0.0)
+        if marked.between_loops:
+            end = marked.marks[0][1] if marked.requested is None else marked.requested
+            between_loops, rest_s = _total_phases(self._clock.seconds, marked.between_loops, end)
+            _add_last_batch(between_loops, rest_s, marked.validations[0])
+            files_s += between_loops.get(FILES, 0.0)
+            validation_s += between_loops.get(VALIDATION, 0.0)
+            between_s += between_loops.get(BETWEEN, 0.0)
         if not (self.has_own_work or self._single_rank):
             own_s, meeting_s, undivided_s = 0.0, 0.0, own_s + meeting_s
         if marked.cpu is not None:
             stands_for = marked.cpu.stands_for
-            idle_own_s = stands_for * _positive(own_s - marked.cpu.all_own_s)
-            idle_input_s = stands_for * _positive(_least(input_s, marked.cpu.idle_input_s))
+            idle_own_s = stands_for * _at_least_zero(own_s - marked.cpu.all_own_s)
+            idle_input_s = stands_for * _at_least_zero(_smaller(input_s, marked.cpu.idle_input_s))
         return (
-            float(marked.counts),
+            float(marked.is_step),
             input_s,
             own_s,
             meeting_s,
@@ -875,7 +885,7 @@ class StepTimer:
 
 
 def _list_ended_phases(marked: _MarkedStep, spent: _StepDurations) -> dict[Phase, float]:
-    """Return the seconds of each phase of a step, without phases whose end is unknown."""
+    """Return the seconds of each phase of a step, leaving out phases whose end is unknown."""
     seconds, last = dict(spent.spans), marked.marks[-1][0]
     if last not in (OWN, SUM, UPDATE):  # nothing marks the end of these phases
         return seconds
@@ -886,29 +896,28 @@ def _list_ended_phases(marked: _MarkedStep, spent: _StepDurations) -> dict[Phase
 
 
 def _add_up_between(phase_seconds: Mapping[Phase, float]) -> float:
-    """Return the seconds between two steps, or NaN if unknown."""
+    """Return the seconds between two steps, given those of each phase; NaN if unknown."""
     phases: tuple[Phase, ...] = (PREPARATION, BETWEEN, FILES, VALIDATION)
     between = [phase_seconds[phase] for phase in phases if phase in phase_seconds]
     return sum(between) if between else math.nan
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return a step's time stamps that no other step uses, so that they can be recorded again."""
-    # Two phases may begin at the same mark, which is returned once. The next step may use the last
-    # mark.
-    marks = [] if marked.asked is None else [marked.asked]
-    for _, mark in (*marked.apart, *marked.marks):
+    """Return the time stamps that only this step uses, which can be recorded again."""
+    # two phases may begin at the same mark, and the next step may use the last mark
+    marks = [] if marked.requested is None else [marked.requested]
+    for _, mark in (*marked.between_loops, *marked.marks):
         if not marks or mark is not marks[-1]:
             marks.append(mark)
     return marks if marked.is_shared else [*marks, marked.done]
 
 
-def _least(one: float, other: float) -> float:
-    """Return the smaller number, or NaN if either is NaN."""
-    return math.nan if math.isnan(one) or math.isnan(other) else min(one, other)
+def _smaller(first: float, second: float) -> float:
+    """Return the smaller of two numbers, or NaN if either is NaN."""
+    return math.nan if math.isnan(first) or math.isnan(second) else min(first, second)
 
 
-def _positive(seconds: float) -> float:
+def _at_least_zero(seconds: float) -> float:
     """Return `seconds`, or 0 for negative numbers and NaN."""
     return seconds if seconds > 0 else 0.0
 
@@ -916,9 +925,12 @@ def _positive(seconds: float) -> float:
 def _total_phases(
     seconds: Callable[[Any, Any], float], marks: Sequence[tuple[Phase, Any]], end: Any
 ) -> tuple[dict[Phase, float], float]:
-    """Return the total seconds of each phase, and the seconds since the last phase began."""
-    # A phase may occur several times. The first begins at the first mark, and the last goes on
-    # until `end`. `seconds` measures the time between two marks.
+    """Return the total seconds of each phase, and the seconds since the last phase began.
+
+    `marks` has each phase with the time stamp of its beginning. The last phase ends at `end`.
+    `seconds` returns the time between two time stamps.
+    """
+    # a phase may occur several times
     took_s = 0.0
     spans: dict[Phase, float] = {}
     phase, start = marks[0]
@@ -930,13 +942,12 @@ def _total_phases(
 
 
 def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> None:
-    """Move the estimated time of a validation's last batch from BETWEEN to VALIDATION.
+    """Move the estimated time of a validation's last batch from BETWEEN to VALIDATION in `spans`.
 
-    Nothing marks when that batch ends, so its time was counted as time between steps.
+    Nothing marks the end of that batch, so its time was counted as time between steps. `rest_s` is
+    the time since the batch began, and `batches` is the validation's number of batches.
     """
-    # `spans` has the durations of phases, and is changed. `rest_s` is the time since the last batch
-    # began, which so far counts as time between steps. `batches` is the validation's number of
-    # batches. The last batch is assumed to take as long as each of the others.
+    # the last batch is assumed to take as long as each of the others
     moved_s = min(_last_batch_seconds(spans.get(VALIDATION, 0.0), batches), rest_s)
     if moved_s > 0 and BETWEEN in spans:
         spans[VALIDATION] += moved_s
@@ -944,36 +955,37 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Estimate how long a validation's last batch took, as the mean of its other batches."""
+    """Estimate the duration of a validation's last batch as the mean of its other batches."""
     return others_s / (batches - 1) if batches > 1 else 0.0
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
-    """Return whether the last phase of a step began when its all-reduce ended."""
+    """Return whether the last phase of a step began at the end of its all-reduce."""
     return len(marks) > 1 and marks[-1][0] == BETWEEN and marks[-2][0] == SUM
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's seconds for input, for computing, waiting for ranks, and between steps."""
-    # These are the wait for the batch, the compute time (own work), the wait for other ranks, and
-    # the time between steps. `sums` has the step's times in the order of StepSums' fields. If ranks
-    # wait for each other within a pass, that counts as compute time.
+    """Return a step's seconds for input, for computing, for waiting, and between steps.
+
+    `sums` has the step's durations in the order of StepSums' fields.
+    """
+    # if ranks wait for each other within a pass, that counts as computing
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
 
 
 def _idle_seconds() -> float:
-    """Return how many seconds this thread hasn't run; only differences are meaningful."""
+    """Return for how many seconds this thread hasn't run, of which only differences matter."""
     return time.perf_counter() - time.thread_time()
 
 
 def make_timer(device: torch.device, single_rank: bool) -> StepTimer:
-    """Return a StepTimer for a device."""
+    """Create a StepTimer with the clock for a device."""
     return StepTimer(make_clock(device), single_rank)
 
 
 def make_clock(device: torch.device) -> HostClock | GpuClock:
-    """Return a GpuClock for a GPU, and a HostClock for a CPU."""
+    """Create a GpuClock for a GPU, or a HostClock for a CPU."""
     return GpuClock(device) if device.type == "cuda" else HostClock()
 
 
@@ -1023,8 +1035,8 @@ class StepReporter:
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report a finished training step.
 
-        `rows` are the rows of this rank, and `tokens` their tokens without and with padding; zeros
-        mean unknown.
+        `rows` is the number of rows of this rank. `tokens` are the numbers of tokens in them,
+        without and with padding; zeros mean unknown.
         """
         if self.shares is self._described and self.reporter.count(rows, tokens):
             return
@@ -1038,7 +1050,7 @@ class StepReporter:
         )
 
     def note_change(self, change: ShareChange) -> None:
-        """Report that shares have changed, to the monitor and the journal."""
+        """Report a change of shares to the monitor and the journal."""
         # written to the journal at once, because the run may end before its next regular entry
         self.changes.append(change)
         if self._journal is not None:
@@ -1069,8 +1081,10 @@ class StepReporter:
                 self._lines = len(lines)
 
     def _read_memory(self) -> tuple[int, int]:
-        """Return this process's peak memory and the device's total memory, in bytes."""
-        # The peak is that of this process on its device. Both are read again every MEMORY_SECONDS.
+        """Return this process's peak memory and the device's total memory, in bytes.
+
+        Both are read every few seconds; the values in between are those of the last reading.
+        """
         now = time.monotonic()
         if now >= self._memory_at + MEMORY_SECONDS:
             self._memory_at, self._memory = now, _read_memory(self.shares.device)
@@ -1112,8 +1126,10 @@ class StepReporter:
 
 
 def _read_memory(device: torch.device) -> tuple[int, int]:
-    """Return this process's peak memory and the device's total memory, in bytes."""
-    # For a CPU, the second number is 0. The peak is that of this process on `device`.
+    """Return this process's peak memory and the device's total memory, in bytes.
+
+    The total is 0 for a CPU.
+    """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return torch.cuda.max_memory_reserved(device), total
@@ -1125,7 +1141,7 @@ _timers: tuple[weakref.ref[StepTimer], ...] = ()
 
 
 def _add_timer(timer: StepTimer) -> None:
-    """Have a timer called before and after each optimizer step."""
+    """Notify a timer of the beginning and end of each optimizer step from now on."""
     global _timers
     _timers = (*_timers, weakref.ref(timer, _remove_timer))
 
@@ -1150,11 +1166,12 @@ def _note_updated(*_: Any) -> None:
 
 
 def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Optimizer pre-step hook: tell all timers that an update begins."""
-    # Returns new arguments for a step with a closure, otherwise None. PyTorch calls this hook
-    # before each step; the first of `arguments` is the optimizer. A step's closure computes the
-    # gradients. The new arguments have a closure that calls the original one and then notifies the
-    # timers.
+    """Optimizer pre-step hook that notifies all timers that an update begins.
+
+    If the step has a closure, the hook returns new arguments with a closure that notifies them
+    after the gradients are computed.
+    """
+    # PyTorch calls this before each step; the first of `arguments` is the optimizer
     if len(arguments) == 1 and not keywords:
         _note_update()
         return None
@@ -1179,8 +1196,11 @@ def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[
 
 @cache
 def _takes_closure_first(kind: Any) -> bool:
-    """Return whether an optimizer class's `step` has `closure` as its first parameter."""
-    # A program's own optimizer may have other arguments there, such as the loss.
+    """Return whether the first parameter of an optimizer's `step` is `closure`.
+
+    `kind` is the optimizer's class.
+    """
+    # a user's own optimizer may have another parameter there, such as the loss
     with suppress(TypeError, ValueError):  # the method has no signature
         return list(inspect.signature(kind.step).parameters)[1:2] == ["closure"]
     return False

@@ -1,4 +1,4 @@
-"""Ends a rank with an explanation if another rank is lost, so that it doesn't wait forever."""
+"""End a rank with an explanation if another rank is lost, so that it doesn't wait forever."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _kept_groups: list[Any] = []  # references to process groups, held until the int
 
 
 class ExitNote(msgspec.Struct, frozen=True):
-    """What a rank writes to the process group's store as it ends: its error, and its progress."""
+    """What a rank writes to the process group's store when it ends: its error and its progress."""
 
     error: str | None = None  # its error; "" if it had no error, None if it wrote no note
     batches: int = 0  # number of batches that it has begun
     exchanges: dict[str, int] = {}  # number of collectives that it has started, by process group
 
     def describe(self, rank: int) -> str:
-        """Return a sentence for other ranks about how the rank `rank` has ended."""
+        """Describe in a sentence, for other ranks, how the rank with index `rank` has ended."""
         end = "ended", self.error
         if self.error is None:
             end = "doesn't answer", "it was killed, ended early, or its machine is gone"
@@ -61,7 +61,7 @@ class ExitNote(msgspec.Struct, frozen=True):
 
 
 class PeerWatcher:
-    """Detects that another rank has ended, so that this one doesn't wait for it forever.
+    """Detects when another rank has ended, so that this rank doesn't wait for it forever.
 
     `read_progress` returns this rank's number of batches and its current activity.
     """
@@ -94,9 +94,9 @@ class PeerWatcher:
         return f"evener/{self._number}/{name}/{rank}"
 
     def note(self, error: str) -> None:
-        """Tell the other ranks that this rank ends, and its error, or "" if there is none.
+        """Write a note for the other ranks that this rank ends.
 
-        Only the first call has an effect.
+        `error` is its error, or "" if there is none. Only the first call has an effect.
         """
         if self._noted_error is None:
             self._noted_error = error
@@ -105,7 +105,7 @@ class PeerWatcher:
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Write this rank's exit note, and wait a few seconds for the other ranks to end, too."""
+        """Write this rank's exit note, then wait a few seconds for the other ranks to end."""
         if self._over.is_set():
             return
         computed = self._wait_for_gpu()
@@ -135,7 +135,10 @@ class PeerWatcher:
             self.notes.setdefault(0, ExitNote("it was killed, or its output says why"))
 
     def _has_exited(self, rank: int) -> bool:
-        """Return whether a rank on this machine has exited; False for ranks on other machines."""
+        """Return whether another rank on this machine has exited.
+
+        The result is False for ranks on other machines, which can't be checked.
+        """
         key = self._key("process", rank)
         process, _, place = (
             self._store.get(key).decode() if self._store.check([key]) else ""
@@ -149,9 +152,9 @@ class PeerWatcher:
             return True
 
     def explain(self) -> str:
-        """Return a sentence that says which rank was lost and why, after a failed collective.
+        """After a failed collective, explain in a sentence which rank was lost and why.
 
-        This waits up to 3 seconds for what other ranks write at their end.
+        This waits up to 3 seconds for the notes of other ranks.
         """
         self._noted_error, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
@@ -166,7 +169,7 @@ class PeerWatcher:
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
-        """Return a sentence about one of the ranks that have ended, preferably a failed one."""
+        """Describe in a sentence how a rank has ended, preferably one that has failed."""
         # preferably one with an error, then one without an error, then one without a note
         rank = min(
             self.notes,
@@ -175,9 +178,9 @@ class PeerWatcher:
         return self.notes[rank].describe(rank)
 
     def _wait_for_gpu(self) -> Thread:
-        """Start a thread that ends when the GPU has finished its work, and return the thread."""
+        """Start and return a thread that ends when the GPU has finished its work."""
         # Without a GPU, it ends at once. Any call to the GPU may block until the GPU has finished
-        # its work, so the caller only checks the thread.
+        # its work, so the caller only checks whether the thread is alive.
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)
         self._gpu_waits.append(thread)
@@ -202,9 +205,12 @@ class PeerWatcher:
                 self._exit()
 
     def _is_stuck(self, leaves: bool) -> bool:
-        """Return whether this rank waits in a collective that a rank that has ended won't join."""
-        # This is checked after WAIT_SECONDS. `leaves` is True while this rank leaves its process
-        # group; NCCL then waits for all ranks.
+        """Return whether this rank is waiting for a rank that has ended.
+
+        This is checked for a few seconds. `leaves` is whether this rank is leaving its process
+        group.
+        """
+        # while a rank leaves its process group, NCCL waits for all ranks
         notes = list(self.notes.values())
         computed = self._wait_for_gpu() if any(note.error != "" for note in notes) else None
         if self._over.wait(WAIT_SECONDS):
@@ -216,7 +222,7 @@ class PeerWatcher:
         return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
     def _exit(self) -> None:
-        """Print this rank's error and which rank was lost, then end the process."""
+        """Print this rank's error and which rank was lost, then exit the process."""
         error = find_error()
         if isinstance(error, Exception):
             sys.excepthook(type(error), error, error.__traceback__)
@@ -230,8 +236,8 @@ class PeerWatcher:
 def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
     """Watch from now on whether other ranks of the default process group have ended.
 
-    This replaces the watch on an earlier group. When this process exits, it tells the other ranks
-    and leaves the group.
+    If an earlier group was watched, it no longer is. When this process exits, it notifies the other
+    ranks and leaves the group.
     """
     newest = PeerWatcher.newest
     if newest is None:
@@ -246,7 +252,7 @@ def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any
 
 
 def leave_group() -> None:
-    """Leave the default process group; don't wait for ranks that have ended."""
+    """Leave the default process group, without waiting for ranks that have ended."""
     # A reference to the group is held until the interpreter exits. Otherwise a
     # DistributedDataParallel may hold the last one: when it is garbage-collected, it waits for
     # gloo's thread, which may wait for the interpreter's lock to free its tensors.
@@ -265,7 +271,7 @@ def leave_group() -> None:
 
 
 class _ExitActions:
-    """What to do when this process exits: leave the process group, and print advice on errors."""
+    """What to do when this process exits: leave the process group, print advice about errors."""
 
     leaves = False  # True if it leaves the process group
     # a method of the newest training run
@@ -273,7 +279,7 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """If this process exits with an error, call `advise` with it and print the result."""
+    """Call `advise` with the error if this process exits with one, and print the result."""
     # The process also leaves its process group if `watch_peers` was called.
     _ExitActions.advise = advise
     _register_exit()
@@ -294,8 +300,8 @@ def _leave_at_exit() -> None:
 
 
 def explain_failure(error: BaseException) -> None:
-    """Print advice about an error, and which rank was lost if that is its cause."""
-    # Otherwise this rank is at fault, and writes its exit note for the other ranks.
+    """Print advice about an error, or say which rank was lost if that is the cause."""
+    # in the other case, this rank is at fault, and writes its exit note for the other ranks
     advise = None if _ExitActions.advise is None else _ExitActions.advise()
     advice = "" if advise is None else advise(error)
     if advice:
@@ -310,7 +316,7 @@ def explain_failure(error: BaseException) -> None:
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Return an error's class and the first line of its message.
+    """Return the class of an error and the first line of its message.
 
     The result is "" for None and `sys.exit()`.
     """
@@ -329,7 +335,7 @@ def find_error() -> BaseException | None:
 
 
 def is_leaving() -> bool:
-    """Return whether the main thread is now leaving the default process group."""
+    """Return whether the main thread is leaving the default process group at the moment."""
     frame = sys._current_frames().get(main_thread().ident or 0)
     while frame is not None and frame.f_code not in LEAVING:
         frame = frame.f_back
@@ -343,7 +349,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Return whether an error says that the connection to another rank was lost."""
+    """Return whether an error means that the connection to another rank was lost."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(s in text for s in _LOST_SIGNS)

@@ -1,4 +1,4 @@
-"""Finds out this process's rank, its device, and its share of each batch."""
+"""Find out this process's rank, its device, and its share of each batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 class ProcessRank(msgspec.Struct, frozen=True):
-    """Rank of this process, number of ranks, and rank on this machine."""
+    """Rank of this process among all ranks and on this machine, and the number of ranks."""
 
     rank: int
     world: int
@@ -48,10 +48,10 @@ class ProcessRank(msgspec.Struct, frozen=True):
 
 
 def find_process_rank() -> ProcessRank:
-    """Return this process's rank, from the process group or torchrun's environment.
+    """Return this process's rank, from the process group or from torchrun's environment variables.
 
-    Without either, it is rank 0 of 1. Raises PlanError if torchrun's variables are incomplete or
-    invalid.
+    Without either, the process is rank 0 of 1. Raises PlanError if torchrun's variables are
+    incomplete or invalid.
     """
     if dist.is_available() and dist.is_initialized():
         return ProcessRank(
@@ -70,8 +70,10 @@ def find_process_rank() -> ProcessRank:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """Raise PlanError if an environment variable that several processes need is missing."""
-    # A single process needs none. The variables are needed for the rendezvous of `world` processes.
+    """Raise PlanError if an environment variable is missing that several processes need.
+
+    A single process (`world` 1) needs none.
+    """
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
         raise PlanError(
@@ -92,15 +94,15 @@ def _number(name: str, default: int) -> int:
 
 
 def visible_gpus() -> dict[str, int]:
-    """Return the GPUs that PyTorch sees, as a dict from UUID ("GPU-1a2b...") to index."""
+    """Return the index of each GPU that PyTorch sees, by the GPU's UUID ("GPU-1a2b...")."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(count)}
 
 
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
-    """Return the device on which this process trains.
+    """Choose the device on which this process trains.
 
-    For a share on a CPU, this is the CPU. Otherwise the first of these that exists is chosen:
+    For a share on a CPU, this is the CPU. Otherwise it is the first of these that exists:
 
     - the plan's GPU, found by its UUID in `gpus` (indices by UUID),
     - without a plan, the only GPU that the launcher lets this process see,
@@ -127,14 +129,15 @@ def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int
 
 
 def is_cpu(share: Share) -> bool:
-    """Return whether a plan's share is for a CPU."""
+    """Return whether a share in a plan is for a CPU."""
     return share.device.startswith("cpu-")
 
 
 def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
-    """Prepare this process to train on a device: its current GPU, threads and memory options.
+    """Set this process up to train on a device: current GPU, threads and memory options.
 
-    `share` is None without a plan. `trainings` is the number of processes on the device.
+    `share` is this rank's share in the plan, or None without a plan. `trainings` is the number of
+    processes on the device.
     """
     # a GPU becomes the current device; a process for a CPU slice is pinned to its cores, with one
     # thread per core, unless evener launch has already done so
@@ -157,7 +160,7 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 
 
 def fetching_threads(processes: int) -> int:
-    """Return how many threads a process should use to fetch rows, at most 8.
+    """Return how many threads a process should fetch rows with, at most 8.
 
     `processes` is the number of processes on this machine.
     """
@@ -165,7 +168,7 @@ def fetching_threads(processes: int) -> int:
 
 
 def return_memory() -> None:
-    """Make glibc return freed blocks of 256 KiB or more to the system at once."""
+    """Make glibc return freed blocks of 256 KiB or more to the system immediately."""
     # a sharded model, gathered layer by layer, would otherwise leave gaps as large as the model
     _tell_glibc({_MMAP_THRESHOLD: LARGE_BYTES})
 
@@ -178,7 +181,7 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 
 
 def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
-    """Send this rank's description to all ranks, and return all descriptions in rank order.
+    """Send this rank's description to all ranks, and return those of all ranks in rank order.
 
     Every rank has to call this.
     """
@@ -204,10 +207,10 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
 def exchange_values(
     store: Any, prefix: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
-    """Send a value to all ranks through a key-value store, and return all values in rank order.
+    """Send a value to all ranks through a key-value store, and return those of all ranks in order.
 
-    Every rank has to call this. No key of the store may start with `prefix` before. If `seconds`
-    isn't 0, it is a timeout: unless all values arrive in time, every rank gets [].
+    Every rank has to call this. The store mustn't have any keys that start with `prefix` yet. If
+    `seconds` isn't 0, it is a timeout: unless all values arrive in time, every rank gets [].
     """
     keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -228,14 +231,14 @@ def exchange_values(
 
 @cache
 def _open_store() -> Any:
-    """Connect to the key-value store that torchrun's environment variables name."""
+    """Connect to the key-value store at the address in torchrun's environment variables."""
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     store, _, _ = next(dist.rendezvous("env://"))
     return store
 
 
 def join(device: Any, backend: str | None) -> None:
-    """Create the default process group, unless the program has created one.
+    """Create the default process group, unless the user's script has already created it.
 
     Every rank has to call this. A `backend` of None means NCCL and gloo for GPUs, and gloo for
     CPUs. Raises PlanError if torchrun's environment variables are incomplete.
@@ -253,11 +256,13 @@ def join(device: Any, backend: str | None) -> None:
 
 
 def _place_group(number: int) -> dict[str, Any]:
-    """Return arguments for `init_process_group` that give each later group its own store keys."""
-    # `number` is the number of groups that this process created before. For the first group, the
-    # result is empty: PyTorch reads torchrun's environment variables. Under torchrun, a second
-    # training run in a process uses the store in which the first group has left its ranks'
-    # addresses. So each later group gets keys of its own.
+    """Return arguments for `init_process_group`, with separate store keys for each later group.
+
+    `number` is the number of groups that this process has created before.
+    """
+    # For the first group, the result is empty, and PyTorch reads torchrun's environment variables.
+    # Under torchrun, a second training run in a process uses the same store, in which the first
+    # group has left its ranks' addresses.
     if number == 0:
         return {}
     process = find_process_rank()
@@ -266,7 +271,7 @@ def _place_group(number: int) -> dict[str, Any]:
 
 
 class RankShares(msgspec.Struct, frozen=True):
-    """The shares of all ranks in a training run, with this process's rank and device."""
+    """The shares of all ranks in a training run, and this process's rank and device."""
 
     rank: int
     batches: tuple[int, ...]  # rows of each rank in a full global batch
@@ -292,18 +297,18 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def global_batch(self) -> int:
-        """Rows in a global batch, over all ranks."""
+        """Number of rows in a global batch, over all ranks."""
         return sum(self.batches)
 
     @property
     def in_passes(self) -> bool:
-        """Whether any rank computes its share in several micro-batches."""
+        """Whether any rank computes its share in several passes."""
         pairs = zip(self.micros, self.batches, strict=True)
         return any(micro < batch for micro, batch in pairs)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the plan shards the model over the devices."""
+        """Whether the plan shards the model over its devices."""
         return self.plan is not None and self.plan.layout.traits.sharded
 
     @property
@@ -315,9 +320,9 @@ class RankShares(msgspec.Struct, frozen=True):
 
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """Return the plan, given as an object or a path; for None, the plan of `evener launch`.
+    """Return the plan, which is given as an object or a path.
 
-    The result is None if there is no plan.
+    For None, it is the plan of `evener launch`, or None if there is none.
     """
     if isinstance(plan, Plan):
         return plan
@@ -334,7 +339,7 @@ def find_shares(
     strict: bool = False,
     device: Any = None,
 ) -> RankShares:
-    """Return how many rows each rank computes, by a plan or by ratios.
+    """Find how many rows each rank computes, from a plan or from ratios.
 
     All ranks have to call this with the same arguments.
 
@@ -342,7 +347,7 @@ def find_shares(
 
     - `plan`: a plan or its path; None takes it from `evener launch`.
     - `ratios`: relative shares of the ranks, in place of a plan.
-    - `global_batch`: rows per batch over all ranks, if not the plan's.
+    - `global_batch`: rows per batch over all ranks; None takes the plan's.
     - `options`: options that have to be equal on all ranks.
     - `strict`: whether to raise PlanError, instead of a warning, if the plan was made on other
       devices.
@@ -377,9 +382,8 @@ def find_shares(
 
 
 def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
-    """Return equal shares of `rows` rows for each rank, for a script that trains without a plan."""
-    # As their device, all shares name this process's `device`, or the CPU slice on which evener
-    # started this process.
+    """Return equal shares of `rows` rows per rank, for a script that trains without a plan."""
+    # all shares name this process's `device`, or the CPU slice on which evener started the process
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
     share = Share(name or str(device), device.index or 0, str(device), 0, 0.0)
     if device.type == "cpu" and not is_cpu(share):
@@ -398,7 +402,6 @@ def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
 
 def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
     """Return the UUID of a GPU, or "" for other devices."""
-    # The UUIDs are the keys of `gpus`.
     if device is None or device.type != "cuda":
         return ""
     return next((name for name, index in gpus.items() if index == device.index), "")
@@ -407,7 +410,7 @@ def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
 def _gather_agreed_infos(
     own: RankInfo, process: ProcessRank, options: Mapping[str, bool | str]
 ) -> list[RankInfo]:
-    """Gather all ranks' descriptions, and check that their plans and options are the same.
+    """Gather all ranks' descriptions, and check that their plans and options are equal.
 
     Raises RequestError or PlanError on every rank if they differ.
     """
@@ -453,9 +456,11 @@ def _share_by_plan(
     ranks: Sequence[RankInfo],
     device: Any,
 ) -> RankShares:
-    """Return the shares of all ranks by the plan, matching each rank to a share by its device."""
-    # `differences` are the warnings on how the plan differs from this training run. Shares are
-    # matched to ranks by their host and device.
+    """Return the shares of all ranks in a plan, with each rank matched to a share by its device.
+
+    `differences` are warnings about differences between the plan and this training run.
+    """
+    # shares are matched to ranks by host and device
     active = plan.layout.active
     order = order_shares(active, ranks)
     for difference in differences:
@@ -481,9 +486,9 @@ def _share_by_plan(
 
 
 def _warn_of_limits(active: Sequence[Share]) -> None:
-    """Warn if devices had limited speed or memory when the plan was measured."""
-    # A device's speed or memory may have been limited. A training run has no such limits. In a
-    # device's name, `@` is followed by the limit, for example "60%+8GiB".
+    """Warn if the speed or memory of devices was limited when the plan was measured."""
+    # A training run has no such limits. In a device's name, `@` is followed by the limit, for
+    # example "60%+8GiB".
     held = [f"{describe(share)} limited to {share.limit}" for share in active if share.limit]
     if held:
         warnings.warn(
@@ -493,8 +498,11 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the GPUs that any rank can use, to compare with the plan; None for a CPU plan."""
-    # They are compared with the plan's devices. Without any such GPU, the result has "the CPU".
+    """Return the GPUs that the ranks can use, to compare them with the plan's.
+
+    The result is None for a plan for CPUs.
+    """
+    # without any GPU that the ranks can use, the result has "the CPU"
     if all(map(is_cpu, active)):
         return None
     return tuple(dict.fromkeys(name for info in ranks for name in info.visible)) or ("the CPU",)

@@ -1,9 +1,9 @@
-"""Stops all ranks at the same step when one of them receives SIGTERM.
+"""Stop all ranks at the same step when one of them receives SIGTERM.
 
 SLURM, Kubernetes and spot machines send SIGTERM some time before they kill a job, perhaps to one
 rank only. Ranks that stop at different steps would wait for each other forever. So the ranks check
 four times a second whether one of them has received the signal. A check is an all-reduce of 16
-bytes over gloo on the host. Steps between two checks aren't slowed.
+bytes over gloo on the host. Steps between two checks aren't slowed down.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_STEPS = 1000  # maximum number of steps between two all-reduces
 
 
 class StopSignal:
-    """Catches SIGTERM on any rank, and lets all ranks stop after the same step.
+    """Catches SIGTERM on each rank, and lets all ranks stop after the same step.
 
     Every rank has to create one. `world` is the number of ranks.
     """
@@ -56,7 +56,7 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self._earlier)
 
     def is_agreed(self) -> bool:
-        """Return whether any rank has received SIGTERM; all ranks get the same answer.
+        """Return whether any rank has received SIGTERM, with the same answer on all ranks.
 
         Every rank has to call this once per step. Ranks communicate only about every quarter of a
         second.
@@ -70,7 +70,10 @@ class StopSignal:
         return self._agreed
 
     def _check_all(self) -> None:
-        """Ask all ranks if any has received SIGTERM, and agree on the step of the next check."""
+        """Check whether any rank has received SIGTERM, and agree on the step of the next check.
+
+        Every rank has to call this.
+        """
         now = time.monotonic()
         step_seconds = max(now - self._checked_at, 1e-9) / self._steps_between
         steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(CHECK_SECONDS / step_seconds)))

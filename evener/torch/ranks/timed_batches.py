@@ -1,4 +1,4 @@
-"""Chooses which batches a step timer measures, because measuring takes host time.
+"""Choose which batches a step timer measures, because measuring takes host time.
 
 Recording a GPU event takes the host 5 to 30 us, and a batch has five or six events. That is 1 to 2
 % of a step of 10 ms. On a CPU, adding up a batch's phases takes 3 to 15 us. It takes longer if the
@@ -17,7 +17,10 @@ GOLDEN, RANGE = 2654435761, 1 << 32  # multiples of the golden ratio are spread 
 
 
 class Rate(NamedTuple):
-    """How often to time a batch: about every `seconds`, and at least one in every `most_stride`."""
+    """How often to time a batch.
+
+    A batch is timed about every `seconds` seconds, and at least one of every `most_stride` batches.
+    """
 
     seconds: float
     most_stride: int  # a power of 2
@@ -31,8 +34,7 @@ IF_HOST_LIMITS = Rate(2.0, 8)
 class TimedBatches:
     """Chooses which batches are timed: one in each group of `stride` consecutive batches.
 
-    `stride` begins as `first_stride`, and is adapted to `rate` from then on. `clock` returns
-    seconds.
+    `stride` is `first_stride` at first, and is then adapted to `rate`. `clock` returns seconds.
     """
 
     # The timed position differs from group to group. So if batches form a cycle, such as those of
@@ -53,15 +55,15 @@ class TimedBatches:
     def is_timed(self, number: int) -> bool:
         """Return whether to time the batch with this number.
 
-        Call it with increasing numbers. A caller may skip numbers, but none that `find_next`
-        returns.
+        The numbers have to increase between calls. Numbers may be skipped, except those that
+        `find_next` returns.
         """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()
         return self._is_chosen(number)
 
     def find_next(self, number: int) -> int:
-        """Return the number of the next batch for which `is_timed` has to be called."""
+        """Return the number of the next batch for which `is_timed` must be called."""
         # the next timed batch, or the first of the next block, where the stride may change
         group = (number + 1) // self.stride
         chosen = self._find_chosen(group)
@@ -71,7 +73,7 @@ class TimedBatches:
         return chosen if chosen < next_block else next_block
 
     def _find_chosen(self, group: int) -> int:
-        """Return which batch is timed in the group with this index."""
+        """Return the number of the batch that is timed in the group with this index."""
         part = group * GOLDEN % RANGE
         return group * self.stride + part * self.stride // RANGE
 
@@ -79,7 +81,7 @@ class TimedBatches:
         return number == self._find_chosen(number // self.stride)
 
     def _choose_stride(self) -> None:
-        """Choose the size of groups by how long the latest batches took."""
+        """Choose how many batches are in a group, based on the duration of the latest batches."""
         now = self._clock()
         batch_s = (now - self._block_at) / BLOCK_BATCHES
         is_first = not self._block_at

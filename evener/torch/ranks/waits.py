@@ -1,4 +1,4 @@
-"""Time a rank's waits for others inside a pass, where FSDP or DeepSpeed calls the collectives."""
+"""Time how long a rank waits for others inside a pass, in collectives of FSDP or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _timers: list[weakref.ref[Any]] = []
 
 
 def time_waits(timer: Any) -> None:
-    """Count waits for collectives inside a pass as waiting, not as the rank's compute time."""
-    # On a GPU, the host doesn't wait for collectives. The excluded time is that in which the
-    # computing stream waits for another stream, which runs the collectives.
+    """Count the time in collectives inside a pass as waiting, not as the rank's compute time."""
+    # on a GPU, the host doesn't wait; what is timed is that the computing stream waits for another
+    # one
     if all(each() is not timer for each in _timers):
         _timers.append(weakref.ref(timer, _timers.remove))
     _time_waits_in(dist.Work, "wait")
@@ -26,24 +26,24 @@ def time_waits(timer: Any) -> None:
 
 
 def _is_current(stream: Any) -> bool:
-    """Return whether a CUDA stream is the one on which this thread computes."""
+    """Return whether a CUDA stream is the one on which this thread launches its computation."""
     # FSDP's other streams also wait before they communicate, but that doesn't delay the
     # computation, and timing a wait takes microseconds
     return bool(stream == torch.cuda.current_stream(stream.device))
 
 
-def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
-    """Replace a method of a class, so that timers count each of its calls as waiting."""
-    # `kind` is the method's class. `counts` returns False for an object whose waits aren't timed;
-    # None times all. The method is replaced by one that notifies timers when it begins and ends.
-    # `counts` is called with the method's object.
-    original: Callable[..., Any] = getattr(kind, name)
+def _time_waits_in(owner: Any, name: str, is_timed: Callable[[Any], bool] | None = None) -> None:
+    """Replace a method of the class `owner`, so that timers count its calls as waiting.
+
+    `is_timed` returns whether to time a call on the given object; None means all of them.
+    """
+    original: Callable[..., Any] = getattr(owner, name)
     if hasattr(original, "__wrapped__"):
         return
 
     @wraps(original)
     def wait(*arguments: Any, **keywords: Any) -> Any:
-        if counts is not None and not counts(arguments[0]):
+        if is_timed is not None and not is_timed(arguments[0]):
             return original(*arguments, **keywords)
         entered = []
         for reference in _timers:
@@ -58,4 +58,4 @@ def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = 
             for timer in entered:
                 timer.end_wait()
 
-    setattr(kind, name, wait)
+    setattr(owner, name, wait)
