@@ -1,4 +1,4 @@
-"""Hooks and replaced functions that are removed when no training run needs them any more."""
+"""Hooks and replaced functions, which are removed when no training run needs them any more."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _CALLERS = {
 
 @cache
 def leave_hooks_uncompiled() -> None:
-    """Exclude evener's hooks from torch.compile."""
+    """Make torch.compile leave out evener's hooks."""
     leave_modules_uncompiled(UNCOMPILED)
 
 
 class ProcessHooks:
-    """Hooks of the whole process, registered while any object holds them.
+    """Hooks of the whole process, which stay registered as long as any object holds them.
 
-    `register` registers them and returns handles with a `remove` method.
+    `register` registers the hooks, and returns handles with a `remove` method.
     """
 
     def __init__(self, register: Callable[[], Sequence[Any]]) -> None:
@@ -51,7 +51,7 @@ class ProcessHooks:
 
     @leave_uncompiled
     def hold(self, holder: Any) -> Callable[[], Any]:
-        """Register the hooks for `holder`, and return a function that releases them.
+        """Register the hooks on behalf of `holder`, and return a function that releases them.
 
         They are also released when `holder` is garbage-collected.
         """
@@ -70,8 +70,8 @@ class ProcessHooks:
         self._remove_unneeded()
 
     def _remove_unneeded(self) -> None:
-        """Remove the hooks if nothing holds them."""
-        # not while PyTorch calls hooks; a later call removes them
+        """Remove the hooks if no object holds them any more."""
+        # while PyTorch is calling hooks, nothing is removed; a later call does it
         if self._holders or not self._handles or _is_calling():
             return
         for handle in self._handles:
@@ -83,9 +83,9 @@ _EVERY: list[ProcessHooks] = []
 
 
 class Replacement:
-    """An attribute of a class or module, replaced until `remove` is called.
+    """Replaces an attribute of a class or module until `remove` is called.
 
-    `make` gets the original and returns its replacement.
+    `make` is called with the original attribute and returns its replacement.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -95,13 +95,13 @@ class Replacement:
         setattr(owner, name, self._made)
 
     def remove(self) -> None:
-        """Restore the original, unless something else has replaced the attribute since."""
+        """Restore the original attribute, unless someone else has replaced it since."""
         if getattr(self._owner, self._name) is self._made:
             setattr(self._owner, self._name, self._own)
 
 
 def _is_calling() -> bool:
-    """Return whether PyTorch is running hooks in any thread; their list mustn't change then."""
+    """Return whether PyTorch is running hooks in any thread, so that none may be removed now."""
     return any(code.co_filename in _CALLERS for code in _running_code())
 
 

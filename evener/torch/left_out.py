@@ -2,7 +2,7 @@
 
 On one device, the user's script would skip the whole batch or none of it. It skips a batch by
 training with a loss of 0, such as `loss * 0`. Audits, which compute a few rows again to check
-gradients, don't notice this, because most steps compute the loss as usual. So each rank records the
+gradients, don't detect this, because most steps compute the loss as usual. So each rank records the
 steps whose loss is 0, and the ranks compare their records through the store of their process group.
 """
 
@@ -24,44 +24,44 @@ READ_AFTER = 2  # in steps; no rank gets this far before all have written
 
 
 class LeftOutBatches:
-    """Records the steps in which this rank's loss was 0, and compares them with other ranks.
+    """Records the steps in which this rank's loss was 0, and compares them between ranks.
 
-    `place` is the prefix of keys in the process group's store, the same on every rank.
+    `prefix` is the prefix of the keys in the process group's store, the same on every rank.
     """
 
-    def __init__(self, place: str, rank: int) -> None:
-        self._place = place
+    def __init__(self, prefix: str, rank: int) -> None:
+        self._prefix = prefix
         self._rank = rank
         self._usual: set[Hashable] = set()  # operations whose loss has been other than 0
         # True if a loss of this step isn't 0; None before the first loss
         self._learns: bool | None = None
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
-    def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record, before a backward pass, if the loss is 0.
+    def note(self, loss: torch.Tensor, operations: Hashable) -> None:
+        """Record before a backward pass whether the loss is 0.
 
-        A step is left out only if all its losses are 0. `made_of` identifies the operations that
-        computed the loss. Once they have given a loss other than 0, they aren't checked again.
+        A step is skipped only if all its losses are 0. `operations` identifies how the loss was
+        computed. Once these operations have given a loss other than 0, their losses aren't checked
+        again.
         """
-        # Reading a loss makes the host wait for the device. So operations whose loss was once other
-        # than 0 aren't checked again.
-        self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)
+        # reading a loss makes the host wait for the device
+        self._learns = not self._is_left_out(loss, operations) or bool(self._learns)
 
-    def _is_left_out(self, loss: torch.Tensor, made_of: Hashable) -> bool:
-        if made_of in self._usual or len(self._usual) >= MOST_KINDS:
+    def _is_left_out(self, loss: torch.Tensor, operations: Hashable) -> bool:
+        if operations in self._usual or len(self._usual) >= MOST_KINDS:
             return False
         with without_functions():  # unlike the program's calls, this one isn't recorded
             value = float(loss.detach().double().sum())
         if value != 0.0:
-            self._usual.add(made_of)
+            self._usual.add(operations)
             return False
         return bool(self._usual)
 
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
-        """Begin a step; return an earlier step that only some ranks skipped, and these ranks.
+        """Begin a step, and return an earlier step that only some ranks skipped, with these ranks.
 
-        The result is None if there was none. Ranks without rows don't count. All ranks have to call
-        this for the same steps, and get the same result.
+        The result is None if there is no such step. Ranks without rows don't count. All ranks have
+        to call this for the same steps, and get the same result.
         """
         if self._learns is False:
             self._left.append(step - 1)
@@ -75,33 +75,35 @@ class LeftOutBatches:
 
     def _write(self, step: int) -> None:
         store = default_store()
-        store.set(f"{self._place}/{step}/{self._rank}", msgspec.msgpack.encode(self._left))
-        store.add(f"{self._place}/{step}", 1)
+        store.set(f"{self._prefix}/{step}/{self._rank}", msgspec.msgpack.encode(self._left))
+        store.add(f"{self._prefix}/{step}", 1)
         self._left = []
 
     def _read(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
         store = default_store()
-        if not store.add(f"{self._place}/{step}", 0):
+        if not store.add(f"{self._prefix}/{step}", 0):
             return None
         ranks: dict[int, list[int]] = {}
         for rank in range(len(shares)):
-            key = f"{self._place}/{step}/{rank}"
+            key = f"{self._prefix}/{step}/{rank}"
             if store.check([key]):
                 for left in msgspec.msgpack.decode(store.get(key), type=list[int]):
                     ranks.setdefault(left, []).append(rank)
-        return _find_uneven(ranks, {rank for rank, rows in enumerate(shares) if rows})
+        return _find_first_uneven(ranks, {rank for rank, rows in enumerate(shares) if rows})
 
 
 def _meets_in(step: int) -> bool:
     return 0 < step <= EARLY or (step > 0 and step % MEET_EVERY == 0)
 
 
-def _find_uneven(
-    ranks: dict[int, list[int]], every: Collection[int]
+def _find_first_uneven(
+    skipped: dict[int, list[int]], with_rows: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that only some ranks skipped, with these ranks, or None."""
-    # `ranks` has the ranks that left out each step, and `every` has the ranks with rows.
-    for step in sorted(ranks):
-        if not set(every) <= set(ranks[step]):
-            return step, ranks[step]
+    """Return the first step that only some ranks skipped, with these ranks, or None.
+
+    `skipped` has the ranks that skipped each step, and `with_rows` has the ranks that have rows.
+    """
+    for step in sorted(skipped):
+        if not set(with_rows) <= set(skipped[step]):
+            return step, skipped[step]
     return None

@@ -1,4 +1,4 @@
-"""Cache the list of a model's parameters and buffers until it registers a new one."""
+"""Cache the lists of a model's parameters and buffers until the model registers a new one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _HOOKS = ProcessHooks(_register)
 
 
 class Members:
-    """Cached lists of a model's parameters and buffers."""
+    """Cached lists of the parameters and buffers of a model."""
 
     # modules outside the model often register some: transformers' models make a new ModuleList in
     # each forward pass
@@ -58,9 +58,10 @@ class Members:
         self._registered = 0  # buffers and modules that the model has registered
 
     def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
-        """Called when a module, `parent`, registers a parameter, buffer or submodule.
+        """Called when the module `parent` registers a parameter, a buffer or a submodule.
 
-        The cached lists are dropped if `parent` belongs to the model.
+        The cached lists are discarded if `parent` belongs to the model. `parameters` and `buffers`
+        say which of them may have changed.
         """
         if id(parent) not in self._modules:
             return
@@ -89,7 +90,10 @@ class Members:
         return self._ids, tuple(map(_REQUIRES_GRAD, self._parameters))
 
     def buffers(self) -> list[tuple[str, Any]]:
-        """Return the names and buffers of the model; a buffer of two modules occurs twice."""
+        """Return the model's buffers with their names.
+
+        A buffer that two modules share occurs twice.
+        """
         if self._owners is None:
             named = self._list_modules()
             self._owners = [(name, own_buffers(each)) for name, each in named if own_buffers(each)]
@@ -101,5 +105,5 @@ class Members:
         ]
 
     def buffers_at(self) -> int:
-        """Return a counter that increases when the model registers a buffer or a submodule."""
+        """Return a counter that increases whenever the model registers a buffer or a submodule."""
         return self._registered

@@ -13,10 +13,10 @@ Value = TypeVar("Value")
 
 
 def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
-    """Return the values of all ranks, in the order of ranks.
+    """Send a value to all ranks, and return the values of all ranks in rank order.
 
-    Every rank has to call this. `kind` is the type to decode them as. Raises
-    msgspec.ValidationError if a value isn't of this type.
+    Every rank has to call this. The values are decoded as `kind`. Raises msgspec.ValidationError if
+    a value isn't of this type.
     """
     sent = _encode(own)
     sizes = [_number(0) for _ in range(dist.get_world_size())]
@@ -29,10 +29,10 @@ def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
 
 
 def broadcast_message(own: Value, kind: Any = Any) -> Value:
-    """Return rank 0's value on all ranks; `own` is ignored on the others.
+    """Return rank 0's value on all ranks; the other ranks' values are ignored.
 
-    Every rank has to call this. `kind` is the type to decode it as. Raises msgspec.ValidationError
-    if the value isn't of this type.
+    Every rank has to call this. The value is decoded as `kind`. Raises msgspec.ValidationError if
+    it isn't of this type.
     """
     sent = _encode(own if dist.get_rank() == 0 else None)
     size = _number(len(sent))
@@ -49,7 +49,7 @@ def _number(value: int) -> torch.Tensor:
 
 
 def _encode(value: Any) -> torch.Tensor:
-    """Return the JSON text of a value as a tensor of bytes."""
+    """Encode a value as JSON, and return the text as a tensor of bytes."""
     # by Python's json module, which can represent infinity and NaN
     text = json.dumps(msgspec.to_builtins(value)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_choose_device())
@@ -60,7 +60,7 @@ def _decode(text: torch.Tensor, kind: Any) -> Any:
 
 
 def _choose_device() -> torch.device:
-    """Return the device on which messages are sent."""
+    """Return the device from which messages are sent."""
     # the CPU if the default group has a backend for it
     exchanged = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
     if "cpu" in exchanged:

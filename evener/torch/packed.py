@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes packs in 4 bits."""
+"""Handle weights that bitsandbytes packs in 4 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_packed(tensor: Any) -> bool:
 
 
 def explain_unusable(tensor: Any) -> str:
-    """Return why a 4-bit weight of bitsandbytes can't be sharded, or "" if it can."""
+    """Return the reason why a 4-bit weight of bitsandbytes can't be sharded, or "" if it can."""
     if tensor.requires_grad:
         return "Its 4-bit weights are trained, and bytes have no gradients."
     if tensor.bnb_quantized and not hasattr(tensor.quant_state, "to"):
@@ -27,11 +27,11 @@ def explain_unusable(tensor: Any) -> str:
 
 
 def pack_weights(model: Any, device: torch.device) -> None:
-    """Pack the model's unpacked 4-bit weights one by one on `device`, and keep them on the CPU.
+    """Pack the model's unpacked 4-bit weights on `device`, one at a time, and move them to the CPU.
 
     Weights on the meta device are left unchanged.
     """
-    # each is moved to `device` to be packed, one at a time to save memory
+    # moving a weight to `device` packs it; one at a time saves memory
     for module in model.modules():
         for name, tensor in own_parameters(module).items():
             if is_packed(tensor) and not tensor.bnb_quantized and tensor.device.type != "meta":
@@ -39,7 +39,7 @@ def pack_weights(model: Any, device: torch.device) -> None:
 
 
 def list_statistics(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors that unpack 4-bit weights, such as their scales."""
+    """Return the tensors with which 4-bit weights are unpacked, such as their scales."""
     found: list[torch.Tensor] = []
     states = [
         tensor.quant_state for tensor in tensors if is_packed(tensor) and tensor.bnb_quantized

@@ -1,4 +1,4 @@
-"""One rank's part of a training run with unequal shares: its rows, models and steps."""
+"""One rank of a training run with unequal shares: its rows, its models and its steps."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class PlannedTraining:
     Arguments:
 
     - `rank_shares`: the shares and this rank's device.
-    - `weigh`: how losses get their weights. With "gradients", the all-reduce weights gradients;
-      with "loss", the user's loop calls `scale`; with "trainer", a library's adapter multiplies
+    - `weigh`: what is weighted. With "gradients", gradients are weighted in the all-reduce. With
+      "loss", the user's loop calls `scale`. With "trainer", a library's adapter multiplies
       the loss of each pass by its fraction of the global batch times the number of ranks.
     - `strict`: whether to raise an error, instead of a warning, if the plan was made for
       another model or on other devices, or if a late audit fails.
@@ -127,6 +127,7 @@ class PlannedTraining:
 
     @ranks.setter
     def ranks(self, now: RankShares) -> None:
+        """The current shares of all ranks."""
         self.weights.shares = self.reporter.shares = now
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ class PlannedTraining:
         self._release()
 
     def leave(self) -> None:
-        """End this training run and release its models, so that another one can train them.
+        """End this training run and release its models, so that another run can train them.
 
         Every rank has to call this.
         """
@@ -172,9 +173,9 @@ class PlannedTraining:
         return LengthSampler(rows, chosen, self.rank, lengths=lengths, assigner=assigner, **options)
 
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Let shares change during a loop over a sampler.
+        """Let shares change during a loop over this sampler.
 
-        Its loader draws at most `ahead` batches before the training loop uses them.
+        `ahead` is the maximum number of batches that the loader draws before the loop uses them.
         """
         sampler.changes |= self.rebalancing is not None or self.begins_even
         self._samplers.add(sampler)
@@ -186,14 +187,14 @@ class PlannedTraining:
         """Register a training data set, to check that all ranks have the same one.
 
         Ranks compare their data sets once, at the end of the first trained step. `sampler`
-        determines the order of rows, and `collate` makes a batch of a list of them.
+        determines the order of rows, and `collate` makes a batch of a list of rows.
         """
         if self._data is not None:
             others = [each for each in self._data if each[0] is not dataset]
             self._data = [*others, (dataset, collate, sampler)]
 
     def summarize_data(self) -> list[RankData]:
-        """Return summaries of the data sets to compare between ranks; then forget the data sets.
+        """Return summaries of the data sets that ranks compare, and forget the data sets.
 
         They are compared only once, so later calls return [].
         """
@@ -223,18 +224,18 @@ class PlannedTraining:
                 raise RequestError(difference, same_data.REMEDY)
 
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
-        """Change the shares of all batches after the next `ahead` ones.
+        """Change the shares of all batches that come after the next `ahead` batches.
 
-        `micros` are the maximum rows per pass of each rank.
+        `micros` has the maximum rows per pass of each rank.
         """
         self.ranks = msgspec.structs.replace(self.ranks, batches=shares, micros=micros)
         for sampler in self._samplers:
             sampler.change_shares(shares, ahead)
 
     def stay_even(self) -> None:
-        """Keep shares equal for the rest of the training run, and stop rebalancing.
+        """Use equal shares for the rest of the training run, and stop rebalancing.
 
-        The change takes effect after the batches that loaders have drawn already.
+        The change takes effect after the batches that loaders have already drawn.
         """
         self._later = None
         if self.rebalancing is not None:
@@ -246,13 +247,13 @@ class PlannedTraining:
 
     @property
     def begins_even(self) -> bool:
-        """Whether the training run is still in its first steps, with equal shares."""
+        """Whether the training run is still in its first steps, which have equal shares."""
         return self._later is not None
 
     def begin_even(self) -> None:
         """Train with equal shares until `leave_even` is called.
 
-        Call this before the first step.
+        This has to be called before the first step.
         """
         self._later = self.ranks.batches, self.ranks.micros
         for sampler in self._samplers:
@@ -261,9 +262,9 @@ class PlannedTraining:
         self.change_shares(even, even, 0)
 
     def leave_even(self, ahead: int) -> None:
-        """Switch from equal shares to the plan's shares after `ahead` more batches.
+        """Change from equal shares to the plan's shares after `ahead` more batches.
 
-        Nothing happens without `begin_even`.
+        Nothing happens unless `begin_even` was called.
         """
         if self._later is not None:
             shares, micros = self._later
@@ -276,10 +277,10 @@ class PlannedTraining:
         """Return the model on its device, wrapped so that gradients are weighted and summed.
 
         Every rank has to call this. With a single rank, the model is only moved to its device. A
-        model that FSDP2 shards (with `weigh="loss"`) or that is already wrapped isn't wrapped
-        again. Of DistributedDataParallel's `options`, only `bucket_cap_mb`, `broadcast_buffers` and
-        `process_group` have an effect. Raises RequestError if the model's gradients can't be
-        weighted.
+        model that FSDP2 shards (with `weigh="loss"`), or that is already wrapped, isn't wrapped
+        again. The only `options` of DistributedDataParallel that have an effect are
+        `bucket_cap_mb`, `broadcast_buffers` and `process_group`. Raises RequestError if the model's
+        gradients can't be weighted.
         """
         self.check_whole()
         weigh = self.weights.weigh
@@ -332,7 +333,10 @@ class PlannedTraining:
         self.weights.watch_forward(model, self.device)
 
     def check_whole(self) -> None:
-        """Raise a RequestError if the plan shards the model, which the caller doesn't support."""
+        """Raise a RequestError if the plan shards the model.
+
+        Callers that don't support sharded models use this.
+        """
         if self.ranks.is_sharded:
             raise RequestError(
                 "The plan has each device hold a part of the model, which doesn't fit as a whole.",
@@ -347,7 +351,7 @@ class PlannedTraining:
     def begin(self, sizes: Sequence[int]) -> None:
         """End the previous global batch, and begin one with the given row counts by rank.
 
-        It is for adapters: the loader of a Split begins its batches itself.
+        Adapters call this. The loader of a Split begins its batches itself.
         """
         self.end()
         self.timer.begin(tuple(sizes))
@@ -356,7 +360,7 @@ class PlannedTraining:
     def end(self) -> None:
         """End the current global batch.
 
-        If it was trained, `listeners` are called with the row count of each rank; they may change
+        If it was trained, `listeners` are called with the row count of each rank, and may change
         the shares. Raises RequestError after the first step if ranks have different data sets.
         """
         is_over = self.timer.finish()
@@ -367,10 +371,10 @@ class PlannedTraining:
                 listener(self.timer.sizes)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report a finished step to the monitor; the loader of a Split does this itself.
+        """Report a finished step to the monitor. The loader of a Split does this itself.
 
-        `rows` is the number of rows that this rank computed, by default those of the current batch.
-        `tokens` are its token counts without and with padding; zeros mean unknown.
+        `rows` is the number of rows that this rank computed; None means those of the current batch.
+        `tokens` are their numbers of tokens without and with padding; zeros mean unknown.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
@@ -382,14 +386,14 @@ class PlannedTraining:
         Arguments:
 
         - `compute`: returns the mean loss of a part of the batch.
-        - `count`: returns the denominator of this mean, such as the part's token count;
-          None means its row count.
+        - `count`: returns the denominator of this mean, such as the part's token count; None means
+          its row count.
         - `check`: whether to audit the loss, by computing a few rows again in parts.
 
         For example: `split.step(batch, lambda part: criterion(model(part.batch[0]),
         part.batch[1]))`. Gradients are all-reduced once, and the result can be passed to
-        `Split.mean`. A pass that runs out of memory is computed again in smaller passes. Every rank
-        has to call this for each batch.
+        `Split.mean`. If a pass runs out of memory, its rows are computed again in smaller passes.
+        Every rank has to call this for each batch.
         """
         total = train_batch(self, batch, compute, count)
         if check:
@@ -402,13 +406,13 @@ class PlannedTraining:
         """Yield the parts of this rank's batch, one for each pass of the plan.
 
         Compute the loss of each `part.batch`, and call `part.backward(loss)`; gradients are
-        all-reduced in the last part. With the loop's body in `with part:`, a part that runs out of
-        memory is yielded again in smaller parts.
+        all-reduced in the last part. If the loop's body is inside `with part:`, a part that runs
+        out of memory is yielded again in smaller parts.
 
         Arguments:
 
-        - `count`: returns the denominator of a part's mean loss, such as its token count;
-          None means its row count.
+        - `count`: returns the denominator of a part's mean loss, such as its token count; None
+          means its row count.
         - `models`: the models that are trained; None means all wrapped models.
 
         Every rank has to call this for each batch.
@@ -424,8 +428,9 @@ class PlannedTraining:
             self.audits.close()
 
     def add_up(self, value: Any) -> torch.Tensor:
-        """Return the sum of a value over all ranks, in float64, or int64 for integer tensors.
+        """Return the sum of a value over all ranks.
 
-        Scalars are summed in float64, too. Every rank has to call this.
+        The sum is int64 for an integer tensor with dimensions, and float64 otherwise. Every rank
+        has to call this.
         """
         return add_up(value, self.device, self.world, self.timer)

@@ -1,4 +1,4 @@
-"""Undocumented parts of PyTorch that evener uses, all in one place."""
+"""Parts of PyTorch that aren't documented, but that evener uses, all in one place."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ BatchNorm = _BatchNorm  # the base class of all BatchNorms, also of SyncBatchNor
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward pass that is running in this thread has ended."""
+    """Call `function` when the backward pass that this thread is running has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """Return the model inside a module that torch.compile returned, or the model itself."""
+    """Return the model inside a module that torch.compile returned, or `model` itself."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -56,7 +56,7 @@ leave_uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._di
 
 
 def leave_modules_uncompiled(names: Iterable[str]) -> None:
-    """Exclude modules, by name, from torch.compile."""
+    """Make torch.compile leave out the modules with these names."""
 
     def skip(rules: Any) -> None:
         for name in names:
@@ -72,7 +72,7 @@ def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def gradient_hooks(parameter: Any) -> list[int]:
-    """Return the ids of the hooks that run when a parameter's gradient is computed."""
+    """Return the ids of the hooks that run when the gradient of a parameter is computed."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [hook for hooks in both if hooks for hook in hooks]
 
@@ -89,10 +89,10 @@ _SET_ALLOCATOR = (
 
 
 def grow_segments(gpu: int) -> None:
-    """Let the CUDA allocator grow its segments, which avoids fragmentation.
+    """Let the CUDA allocator grow its memory segments, which avoids fragmentation.
 
-    Nothing changes if the allocator already has settings, or if the GPU can't map memory in pieces,
-    as some virtual GPUs can't. `gpu` is its index.
+    `gpu` is the index of the GPU. Nothing changes if the allocator already has settings, or if the
+    GPU can't map memory in pieces, as some virtual GPUs can't.
     """
     if _allocator_settings() or not _has_virtual_memory(gpu):
         return
@@ -131,19 +131,19 @@ def _has_virtual_memory(gpu: int) -> bool:
 
 
 def own_parameters(module: Any) -> dict[str, Any]:
-    """Return the dict in which a module stores its own parameters."""
+    """Return the dict in which a module stores its parameters, without those of submodules."""
     found: dict[str, Any] = module._parameters
     return found
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
-    """Return the dict in which a module stores its own buffers."""
+    """Return the dict in which a module stores its buffers, without those of submodules."""
     found: dict[str, Any] = module._buffers
     return found
 
 
 def unsaved_buffers(module: Any) -> set[str]:
-    """Return the names of a module's own buffers that its state dict leaves out."""
+    """Return the names of a module's own buffers that aren't in its state dict."""
     return set(module._non_persistent_buffers_set)
 
 
@@ -156,7 +156,7 @@ UNSCALE = "_unscale_grads_"  # method of GradScaler that divides gradients and r
 
 
 def is_view(tensor: Any) -> bool:
-    """Return whether a tensor is a view of another."""
+    """Return whether a tensor is a view of another tensor."""
     return tensor._base is not None
 
 
@@ -169,35 +169,35 @@ def is_loader_iterator(iterator: Any) -> bool:
 
 
 def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
-    """Wrap `__next__` of DataLoader's iterators by a wrapt wrapper."""
+    """Wrap the `__next__` method of DataLoader's iterators with a wrapper of the wrapt package."""
     wrap_function_wrapper(_BaseDataLoaderIter, "__next__", wrapper)
 
 
 def count_yielded(iterator: Any) -> int:
-    """Return how many batches a DataLoader's iterator has yielded; 0 if unknown."""
+    """Return how many batches a DataLoader's iterator has yielded, or 0 if unknown."""
     return getattr(iterator, "_num_yielded", 0)
 
 
 def is_in_ddp_forward() -> bool:
-    """Return whether the forward method of a DistributedDataParallel is running."""
+    """Return whether a forward pass of a DistributedDataParallel is running."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 def needs_own_sums(ddp: Any) -> bool:
     """Return whether a DistributedDataParallel must keep its own all-reduce.
 
-    It must if it has a communication hook or mixed precision.
+    That is so if it has a communication hook or mixed precision.
     """
     return bool(ddp._comm_hooks) or ddp.mixed_precision is not None
 
 
 def joins_unevenly(ddp: Any) -> bool:
-    """Return whether a DistributedDataParallel is in its `join` context."""
+    """Return whether a DistributedDataParallel is inside its `join` context."""
     return bool(ddp._join_config.enable)
 
 
 def ignored_names(module: Any) -> set[str]:
-    """Return the names of parameters and buffers that DistributedDataParallel leaves out."""
+    """Return the names of the parameters and buffers that DistributedDataParallel ignores."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -205,7 +205,7 @@ def ignored_names(module: Any) -> set[str]:
 
 
 def free_gathered(models: Iterable[Any]) -> None:
-    """Free the parameters that FSDP has gathered for the models."""
+    """Free the parameters that FSDP has gathered for these models."""
     # FSDP1 and FSDP2 keep them until a backward pass ends, and would otherwise use them even after
     # an optimizer's step has changed the weights
     if "torch.distributed.fsdp" not in sys.modules:
@@ -221,7 +221,7 @@ def free_gathered(models: Iterable[Any]) -> None:
 
 
 def ignores_parameters(model: Any) -> bool:
-    """Return whether FSDP1 leaves any of the model's parameters unsharded."""
+    """Return whether FSDP1 leaves any parameter of the model unsharded."""
     return any(bool(getattr(part, "_ignored_params", ())) for part in model.modules())
 
 
@@ -234,12 +234,15 @@ def default_store() -> Any:
 
 
 def backend_name(group: Any, device: torch.device) -> str:
-    """Return the name of a group's backend for a device, such as "nccl"."""
+    """Return the name of a process group's backend for a device, such as "nccl"."""
     return str(group._get_backend(device).name())
 
 
 def rendezvous_handlers() -> dict[str, Any]:
-    """Return PyTorch's dict of rendezvous handlers by scheme, such as "env"; it may be changed."""
+    """Return PyTorch's rendezvous handlers by scheme, such as "env".
+
+    The dict is PyTorch's own and may be changed.
+    """
     found: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     return found
 
@@ -259,8 +262,8 @@ LEAVING = {
 def count_collectives() -> dict[str, int]:
     """Return how many collectives each process group has started, by group and device.
 
-    A key is the group's name, a space and the device type. Groups of a single rank, and those whose
-    backend keeps no count, are left out.
+    A key has the group's name, a space and the device type. Groups of a single rank, and groups
+    whose backend doesn't count, are left out.
     """
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {
@@ -278,7 +281,7 @@ def count_collectives() -> dict[str, int]:
 def broadcast_each(
     tensors: Sequence[torch.Tensor], group: Any, most_bytes: int, source: int = 0
 ) -> None:
-    """Broadcast tensors of one device from rank `source` of a group.
+    """Broadcast tensors from rank `source` of a group; all tensors are on one device.
 
     A `group` of None is the default group. Each collective sends up to `most_bytes` bytes.
     """

@@ -1,4 +1,4 @@
-"""Rebalancing: change the shares during training as the measured speed of each rank changes."""
+"""Rebalancing: change the shares during training when the measured speed of ranks changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNKNOWN = -1.0  # stands for NaN in an exchange
 
 
 def raise_no_shares() -> NoReturn:
-    """Raise RequestError: rebalancing can't change shares if rows are assigned by length."""
+    """Raise RequestError, because shares can't change if rows are assigned by length."""
     raise RequestError(
         "Rows assigned by length have no shares to rebalance.",
         "Leave rebalance out, or make a new plan.",
@@ -40,10 +40,10 @@ def raise_no_shares() -> NoReturn:
 
 
 class Rebalancing:
-    """Measures the compute time of all ranks during training, and changes their shares.
+    """Measures the compute time of all ranks during training, and changes their shares accordingly.
 
-    Every rank has to create one, as it makes a process group. `training` is the PlannedTraining to
-    rebalance.
+    Every rank has to create one, because it creates a process group. `training` is the
+    PlannedTraining to rebalance.
     """
 
     def __init__(self, training: Any) -> None:  # a PlannedTraining
@@ -74,7 +74,7 @@ class Rebalancing:
         self._fewest = FEWEST_WINDOWS
 
     def describe_pending(self) -> PendingShares | None:
-        """Return how many measurement windows are done, and how many a change of shares takes.
+        """Return how many measurement windows are finished, and how many a change requires.
 
         The result is None if something other than compute time limits the steps.
         """
@@ -86,16 +86,16 @@ class Rebalancing:
         return PendingShares(self._rule.windows_seen, needed)
 
     def stop(self) -> None:
-        """Wait for a running exchange and stop observing steps."""
+        """Wait for a running exchange of measurements, and stop observing steps."""
         if self._exchange is not None:
             self._exchange[0].wait()
         self._training.listeners.remove(self.after_step)
 
     def after_step(self, sizes: Sequence[int]) -> None:
-        """Observe a finished step; `sizes` are the row counts of each rank.
+        """Record a finished step, and change shares if the measurements call for it.
 
-        After every two measurement windows the ranks exchange their results, and all make the same
-        change. Every rank has to call this.
+        `sizes` has the row count of each rank. After every two measurement windows, the ranks
+        exchange their results, and all of them make the same change. Every rank has to call this.
         """
         self._step += 1
         if self._training.begins_even:
@@ -120,17 +120,17 @@ class Rebalancing:
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the shares of a checkpoint, unless it was made under another plan."""
+        """Restore the shares from a checkpoint, unless it was saved under another plan."""
         if tuple(state["planned"]) == self._planned.batches:
             self._rule = self._exchange = None
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _medians_of_window(self) -> RankTimes:
-        """Return the medians of this rank's step times in the last measurement window."""
-        # Steps in which evener checked a loss, or memory ran out, are left out. An unknown
-        # own_work_s is 0. It is unknown in a window in which the rows per pass changed, and in
-        # SETTLING_WINDOWS windows after memory ran out: the allocator's cache is then empty, and
-        # steps take far longer.
+        """Return the median step times of this rank in the last measurement window."""
+        # Steps in which evener audited a loss, or memory ran out, are left out. own_work_s is 0 if
+        # it is unknown: in a window in which the rows per pass changed, and in SETTLING_WINDOWS
+        # windows after memory ran out. The allocator's cache is then empty, and steps take far
+        # longer.
         retreats = self._training.reporter.retreats
         limit = self._training.passes.recovery.limit.most or 0
         if retreats != self._retreats:
@@ -159,9 +159,9 @@ class Rebalancing:
         )
 
     def _rows_that_fit(self) -> int:
-        """Estimate the largest share, in rows, for which this rank has memory; 0 if unknown."""
-        # More memory is left free if rows differ in length, which makes running out of memory
-        # likelier, and if the loop computes a batch at once, because that pass can't be repeated in
+        """Estimate the largest share, in rows, that fits in this rank's memory; 0 if unknown."""
+        # More memory is left free if rows differ in length, because memory then runs out more
+        # easily, and if the loop computes a batch at once, because that pass can't be repeated in
         # smaller ones.
         training = self._training
         rank, shares = training.rank, training.ranks
@@ -171,11 +171,13 @@ class Rebalancing:
         rows = self._memory.measure(min(most, training.passes.recovery.limit.lowest or most))
         return rows * passes
 
-    def _rows_of_several_passes(self) -> int:
-        """Estimate the largest micro-batch in rows if a step takes several; 0 if unknown."""
-        # The result is 0 if it is unknown, or if the share can't be divided into more passes.
-        # Memory must then also hold the gradients of earlier passes.
-        if not self._divides or self._training.passes.recovery.uses_collectives:
+    def _micro_batch_that_fits(self) -> int:
+        """Estimate the largest micro-batch, in rows, if a share takes several passes.
+
+        The result is 0 if that is unknown, or if the share can't be divided into more passes.
+        """
+        # memory must then also hold the gradients of earlier passes
+        if not self._may_divide or self._training.passes.recovery.uses_collectives:
             return 0
         weights = [
             parameter for model in self._training.weights.models for parameter in model.parameters()
@@ -185,23 +187,23 @@ class Rebalancing:
         return self._memory.most_in_several(gradient_bytes)
 
     @property
-    def _divides(self) -> bool:
-        """Whether ranks may divide their shares into more passes than now."""
+    def _may_divide(self) -> bool:
+        """Whether ranks may divide their shares into more passes than they have now."""
         return not self.passes and not self._training.weights.computes_at_once
 
     def _begin_exchange(self, metrics: RankTimes) -> tuple[Any, torch.Tensor]:
         """Start to send this rank's measurements to all ranks.
 
-        Returns the handle to wait for, and the tensor that then has all ranks' measurements.
+        Return the handle to wait for, and the tensor that will have all ranks' measurements.
         """
-        # Each rank sends its compute time and pass limit of each window, these metrics, the rows
-        # that fit in a single and in several passes, and the batches drawn ahead. Ranks have their
-        # own positions in the tensor, and send zeros in the others.
+        # Each rank sends its compute time and pass limit of each window, `metrics`, the rows that
+        # fit in one and in several passes, and the batches drawn ahead. Each rank has its own
+        # positions in the tensor, and sends zeros at the others.
         own = [
             *(value for window in self._windows.values() for value in window),
             *(UNKNOWN if math.isnan(metric) else metric for metric in metrics),
             self._rows_that_fit(),
-            self._rows_of_several_passes(),
+            self._micro_batch_that_fits(),
             self._training.ahead,
         ]
         before = self._planned.rank * len(own)
@@ -241,7 +243,10 @@ class Rebalancing:
                 break
 
     def _adapt_timing(self, step_s: float, bottleneck: str) -> None:
-        """Adapt the length of measurement windows, and how many steps are timed, to the steps."""
+        """Adapt the length of measurement windows and the number of timed steps.
+
+        `step_s` is the duration of a step, and `bottleneck` is what limits it.
+        """
         steps = WINDOW_SECONDS / max(step_s, 1e-6)
         self._window_steps = int(min(max(FEWEST_STEPS, steps), MOST_STEPS))
         if not self._training.weights.are_averaged:
@@ -254,7 +259,11 @@ class Rebalancing:
     def _decide_shares(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
-        """Change the shares if the measurements call for it; return whether they changed."""
+        """Change the shares if the measurements call for it, and return whether they changed.
+
+        `end` is the last step of the measurement window, `own_work_s` has the compute time of each
+        rank, and a change takes effect after `batches` more batches.
+        """
         before = self._training.ranks.batches
         if self._rule is None:
             self._rule = self._make_rule()
@@ -276,7 +285,7 @@ class Rebalancing:
             msgspec.structs.replace(each, batch=own)
             for each, own in zip(planned.shares, planned.batches, strict=True)
         ]
-        by_parts = self._divides
+        by_parts = self._may_divide
         most = []
         for rank, (share, micro) in enumerate(zip(shares, planned.micros, strict=True)):
             passes = self.passes[rank] if self.passes else 1

@@ -66,7 +66,7 @@ def _checkpoints() -> Any:
 
 
 class Split(PlannedTraining):
-    """This process's part in a training run with unequal shares.
+    """One process of a training run with unequal shares.
 
     It provides this rank's rows of each batch, and weights gradients so that their sum over ranks
     is the gradient of the whole batch. `rank`, `world` and `device` are this process's rank, the
@@ -76,14 +76,14 @@ class Split(PlannedTraining):
 
     - `plan`: a plan or its path; None takes it from `evener launch`.
     - `ratios`: relative shares of the ranks, in place of a plan.
-    - `global_batch`: rows per batch over all ranks, if not the plan's.
+    - `global_batch`: rows per batch over all ranks; None takes the plan's.
     - `weigh`: "gradients" weights gradients in the all-reduce; "loss" expects the script to
       scale each loss by `scale`, for example with FSDP.
     - `strict`: whether to raise an error, instead of a warning, if the plan was made for
       another model or on other devices, or if a late audit fails.
     - `backend`: backend of the process group; None chooses NCCL or gloo by device.
     - `rebalance`: whether shares follow the measured speed of the ranks; the global batch
-      stays.
+      doesn't change.
     - `noise`: whether to measure the gradient noise scale.
     - `journal`: whether to record the training run for `evener runs`.
 
@@ -129,12 +129,12 @@ class Split(PlannedTraining):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Number of rows of each global batch that each rank computes."""
+        """Number of rows that each rank computes of a global batch."""
         return self.ranks.batches
 
     @property
     def micros(self) -> tuple[int, ...]:
-        """Maximum number of rows in a gradient-accumulation pass of each rank."""
+        """Maximum number of rows per gradient-accumulation pass, for each rank."""
         return self.ranks.micros
 
     @property
@@ -161,7 +161,7 @@ class Split(PlannedTraining):
     def noise_scale(self) -> NoiseScale | None:
         """Gradient noise scale measured so far, in rows, with its confidence interval.
 
-        None without `noise=True`, and until enough steps have been measured.
+        It is None without `noise=True`, and until enough steps have been measured.
         """
         return None if self.noise is None else self.noise.scale()
 
@@ -169,8 +169,8 @@ class Split(PlannedTraining):
     def weight(self) -> float:
         """This rank's fraction of the rows in the current batch, from 0 to 1.
 
-        It is the weight of its gradients in the sum over ranks. After a loop, the last batch
-        counts.
+        This is the weight of its gradients in the sum over ranks. After a loop, it refers to the
+        last batch.
         """
         return self.weights.weight
 
@@ -368,7 +368,7 @@ class Split(PlannedTraining):
         Arguments:
 
         - `total`: this rank's sum of losses.
-        - `count`: what it is a sum over on this rank, such as the number of tokens.
+        - `count`: the number of items that `total` sums over, such as tokens.
 
         The gradients of all ranks, weighted and summed, are then those of the mean over the whole
         batch.
@@ -387,13 +387,13 @@ class Split(PlannedTraining):
         )
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks in the current batch, in the order of ranks.
+        """Return the rows of all ranks in the current batch, in rank order.
 
         Tensors of shape (n_i, ...) become one of shape (N, ...). Filler rows are left out.
         Gradients flow back to the rank that computed a row, so a loss over the whole batch, such as
         a contrastive one, is exact if every rank computes it and calls `backward`. Every rank has
-        to call this. Raises RequestError inside `parts`, and if this rank's batch has another
-        number of rows.
+        to call this. Raises RequestError inside `parts`, and if the number of rows isn't that of
+        this rank's batch.
         """
         self.weights.refuse_in_parts("gather")
         if self.world == 1:
@@ -403,8 +403,8 @@ class Split(PlannedTraining):
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Context manager in which the model's gradients are accumulated without an all-reduce.
 
-        Use it for all but the last step of gradient accumulation. Nothing happens for a model
-        without `no_sync`, as with a single rank.
+        Use it for all but the last step of gradient accumulation. It has no effect on a model
+        without a `no_sync` method, as with a single rank.
         """
         return cast(
             AbstractContextManager[None],
@@ -436,7 +436,7 @@ class Split(PlannedTraining):
     def close(self) -> None:
         """Stop reporting and auditing, and leave the process group.
 
-        Without this call, both happen when the process exits.
+        Without this call, all of this happens when the process exits.
         """
         super().close()
         if self._stop_signal is not None:

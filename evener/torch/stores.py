@@ -1,4 +1,4 @@
-"""Rendezvous of ranks through files, and TCP stores that listen on one address only."""
+"""Let ranks meet through files, and let TCP stores listen on one address only."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
 def open_file_store(path: str) -> Any:
-    """Return a key-value store in the given file, which any number of processes can share."""
+    """Open a key-value store in a file, which any number of processes can share."""
     # with a fixed number of processes, they would delete the file when they exit
     return dist.FileStore(path, -1)
 
 
 def replace_rendezvous() -> None:
-    """Let process groups meet through a file, if `evener launch` set their address.
+    """Let process groups meet through a file, if `evener launch` has chosen their address.
 
-    This replaces PyTorch's handlers for env:// and tcp:// addresses, which still serve all others.
-    Other TCP stores of this process then listen only on their own address.
+    This replaces PyTorch's handlers for env:// and tcp:// addresses, which still handle all other
+    addresses. Other TCP stores in this process then listen only on their own address.
     """
     # PyTorch's public `register_rendezvous_handler` can only add schemes
     _limit_tcp_stores()
@@ -51,7 +51,7 @@ def replace_rendezvous() -> None:
 
 
 def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Rendezvous handler: yield a store, this process's rank and the number of ranks."""
+    """Rendezvous handler that yields a store, this process's rank and the number of ranks."""
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))
     world = place.get("world_size", os.environ.get("WORLD_SIZE"))
@@ -69,9 +69,9 @@ def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[A
 
 
 def _release_other_ranks() -> None:
-    """Let the launcher start the other ranks, now that rank 0 sets up its process group."""
-    # An elastic agent (torchrun) that the program started itself doesn't release them. The agent
-    # may use the same address.
+    """Let the launcher start the other ranks, because rank 0 is creating its process group."""
+    # An elastic agent (torchrun) that the user's script started itself, perhaps with the same
+    # address, doesn't release them.
     frame = inspect.currentframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.elastic"):
@@ -82,7 +82,7 @@ def _release_other_ranks() -> None:
 
 
 def _read_address(url: str) -> str:
-    """Return the "host:port" at which ranks meet, from a rendezvous URL."""
+    """Return the "host:port" in a rendezvous URL, at which the ranks meet."""
     # for env://, it is in environment variables
     if urlsplit(url).scheme == "env":
         return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -90,7 +90,7 @@ def _read_address(url: str) -> str:
 
 
 def _choose_prefix() -> str:
-    """Return a new key prefix in the store, for the addresses of the next process group."""
+    """Return a new prefix for the keys of the next process group in the store."""
     # Each process group needs a new prefix, because the file still has the addresses of the
     # previous group. Groups are numbered in order of creation, which is the same in all of their
     # processes. A child process adds its parent's number, as in evener/group/1/0. Stores without a
@@ -107,7 +107,7 @@ def _choose_prefix() -> str:
 
 
 def _limit_tcp_stores() -> None:
-    """Make TCP stores listen at their own host's address only, instead of on all interfaces."""
+    """Make TCP stores listen only at the address of their own host, not on all interfaces."""
     original = dist.TCPStore.__init__
     if hasattr(original, "__wrapped__"):
         return

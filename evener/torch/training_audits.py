@@ -1,4 +1,4 @@
-"""Audit a training run: from time to time, check that unequal shares don't change the gradient.
+"""Audit a training run: check from time to time that unequal shares don't change the gradient.
 
 An audit computes the loss of a few rows twice, as one batch and in the parts of unequal shares, and
 compares the gradients. This module chooses the steps, compares the ranks' results, and acts on a
@@ -99,7 +99,7 @@ OTHER_NUMBERS = (
 
 
 class RankVerdict(msgspec.Struct):
-    """Result of one rank's audit, as it is sent to the other ranks."""
+    """Result of one rank's audit, which is sent to the other ranks."""
 
     message: str = ""  # describes a difference, if any
     remedy: str = ""
@@ -115,7 +115,7 @@ class RankVerdict(msgspec.Struct):
 
 
 class TrainingAudits:
-    """Checks in some steps of a training run that unequal shares give the same gradient.
+    """Checks in some steps of a training run that unequal shares give the correct gradient.
 
     An audit computes a few rows again, as one batch and in parts. `training` is the
     PlannedTraining. Ranks compare their results, so all of them have to call the same methods in
@@ -161,34 +161,35 @@ class TrainingAudits:
 
     @property
     def is_due(self) -> bool:
-        """Whether gradients have to be audited in the current step."""
+        """Whether the gradients of the current step have to be audited."""
         return self._due
 
     @property
     def follows_change(self) -> bool:
-        """Whether the current step is audited because the loss has changed, not by schedule."""
+        """Whether the current step is audited because the loss has changed, not as scheduled."""
         return self._due and not is_audited(self.judge.step)
 
     @property
     def have_agreed(self) -> bool:
-        """Whether the ranks have compared audits at least once, and their gradients agreed."""
+        """Whether the ranks have compared an audit at least once, and their gradients agreed."""
         # a difference that may come from rounding is confirmed by the next audits
         return self._compared and not self._doubted
 
     @property
     def _measures_rounding(self) -> bool:
-        """Whether the current step's audit also measures how much rounding changes a gradient."""
+        """Whether the current step's audit also measures the effect of rounding on a gradient."""
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Send an audit's result to the other ranks: why gradients differ, or "" if they don't.
+        """Send the result of an audit to the other ranks.
 
-        If any rank reports a difference, all ranks continue with equal shares.
+        `fault` says why gradients differ; it is "" if they agree. If any rank reports a difference,
+        all ranks continue with equal shares.
         """
         self._publish(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
-        """Begin a batch; return whether its gradients have to be audited.
+        """Begin a batch, and return whether its gradients have to be audited.
 
         Calling it again with the same batch returns the same answer. It also acts on the ranks'
         results of earlier audits, and raises RequestError if gradients differ.
@@ -200,21 +201,25 @@ class TrainingAudits:
             self._batch = batch
             self._compare_verdicts()
             self._compare_left_out()
-            due = self.judge.begin(self._trained()) or self._changed
+            due = self.judge.begin(self._hash_trained()) or self._changed
             self.judge.thorough |= self._changed
             self._due = due or self._measures_rounding
             self._changed = False
         return self._due
 
-    def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Before a backward pass, note if the loss is computed in a new way, to audit it soon."""
+    def note_loss(self, loss: Any, operations: tuple[Any, ...], caller: FrameType) -> None:
+        """Called before each backward pass, to audit the loss soon if it is computed in a new way.
+
+        `operations` are the last operations that computed the loss, and `caller` is the frame that
+        called `backward`.
+        """
         if self.judge.over:
             return
         if self._batch is None:
-            self._first_losses.add(made_of)
+            self._first_losses.add(operations)
             return
-        self._left_out.note(loss, made_of)
-        changed = self.judge.sees(made_of)
+        self._left_out.note(loss, operations)
+        changed = self.judge.sees(operations)
         code = find_code(caller) if self._is_loops else None
         if code is not None:
             with suppress(ReferenceError):  # this training run is over; another one calls backward
@@ -223,7 +228,7 @@ class TrainingAudits:
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
-        """Compare unequal shares with equal shares from now on, not with a single device.
+        """Compare unequal shares with equal shares from now on, instead of with a single device.
 
         This is for scripts that would train with equal shares without evener. If gradients differ,
         `go_even` is called with a message, on every rank in the same step.
@@ -238,7 +243,7 @@ class TrainingAudits:
         return self._go_even is not None
 
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
-        """Run an audit; return how gradients differ or why it failed, or "" if they agree.
+        """Run an audit, and return how gradients differ or why it failed, or "" if they agree.
 
         `find` runs the audit, or returns None if there is nothing to compare.
         """
@@ -267,7 +272,7 @@ class TrainingAudits:
         function: Callable[..., Any],
         holders: Sequence[Any] = (),
     ) -> None:
-        """After a library's trainer has computed a batch, audit its loss if an audit is due.
+        """Audit the loss of a batch that a library's trainer has computed, if an audit is due.
 
         Arguments:
 
@@ -289,7 +294,7 @@ class TrainingAudits:
             due |= changed and self.judge.changes()
         # so that `note_loss` can make the next audit due
         self._due = False
-        if due and not self._is_apart():
+        if due and not self._is_exempt():
             first = self.judge.step == 1
             self._share_result(Replayed(self._try_audit(lambda: find(first))))
 
@@ -298,11 +303,11 @@ class TrainingAudits:
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
-        """After `split.step` has computed a batch, audit its loss if that is due.
+        """Audit the loss of a batch that `split.step` has computed, if an audit is due.
 
-        `compute` returns the mean loss of a part, and `counted` its denominator; None means the row
-        count. Raises RequestError if gradients differ. Every rank has to call this after the
-        batch's passes.
+        `compute` returns the mean loss of a part. `counted` returns the denominator of this mean;
+        None means the row count. Every rank has to call this after the batch's passes. Raises
+        RequestError if gradients differ.
         """
         training = self._training
         self.close()
@@ -317,7 +322,7 @@ class TrainingAudits:
         if not self.judge.over:
             changed = self._settings.have_changed(training.weights.models, compute)
             due |= changed and self.judge.changes()
-        if not due or self._is_apart():
+        if not due or self._is_exempt():
             return
 
         def find() -> Audited | None:
@@ -339,7 +344,8 @@ class TrainingAudits:
     ) -> None:
         """Check that up to `rows` rows give the same gradient in one pass and in smaller passes.
 
-        Raises RequestError if they don't, or if the rows can't be divided.
+        `compute` returns the loss of a part. Raises RequestError if gradients differ, or if the
+        rows can't be divided.
         """
         most = min(rows, part.rows)
         few = self._move_rows(choose_few_rows(cut_rows(part.batch, 0, most, part.rows), most))
@@ -359,7 +365,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ a loop of one's own
 
     def watch_loop(self, batch: Any) -> None:
-        """If an audit is due, record how the user's loop computes its next loss."""
+        """Record how the user's loop computes its next loss, if an audit is due."""
         weights = self._training.weights
         due = self.begin(weights.current)
         self._is_loops = True
@@ -372,7 +378,7 @@ class TrainingAudits:
             return
         taken = weights.current
         several = self._training.world > 1
-        if not due or not several or self._is_apart() or taken.origin.loader() is None:
+        if not due or not several or self._is_exempt() or taken.origin.loader() is None:
             return
         self._waited, self._met_before = 0, count_foreign()
         rows = taken.sizes[self._training.rank]
@@ -385,12 +391,12 @@ class TrainingAudits:
             self._recorder = None
 
     def watch_part(self, part: Part, counted: OfPart | None) -> None:
-        """If an audit is due, record the loss of the first part of a batch."""
+        """Record how the loss of a batch's first part is computed, if an audit is due."""
         weights = self._training.weights
         self.close()
         first = weights.current is not self._parted
         self._parted = weights.current
-        if first and self.begin(weights.current) and not self._is_apart():
+        if first and self.begin(weights.current) and not self._is_exempt():
             self._waited, self._met_before = AHEAD, count_foreign()
             self._pending = Replayed(None)
             recorder = Recorder(weights.models, part.batch, partial(self._after_part, counted))
@@ -399,7 +405,7 @@ class TrainingAudits:
             self._recorder = recorder
 
     def _after_backward(self, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit the recorded loss, after the user's loop has called `backward`.
+        """Audit the recorded loss of a user's loop, after the loop has called `backward`.
 
         Raises RequestError if gradients differ.
         """
@@ -419,12 +425,14 @@ class TrainingAudits:
             else:
                 numbers = [number for number in record.numbers if number.value != factor]
                 found = self._audit_record(record, None, factor)
-        self._note_fault(found)
+        self._warn_of_fault(found)
         self._share_result(found, numbers, survives=True)
 
     def _after_part(self, counted: OfPart | None, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit the recorded loss of a part; `end_parts` sends the result to the other ranks."""
-        # `end_parts` sends the result to the other ranks after the last part
+        """Audit the recorded loss of a part.
+
+        `end_parts` sends the result to the other ranks later.
+        """
         if recorder.losses > 1 or recorder.rows < 2:
             return
         record = self._trace_loss(recorder, loss)
@@ -433,8 +441,8 @@ class TrainingAudits:
         else:
             self._pending = self._audit_record(record, counted, 1.0)
 
-    def _note_fault(self, replayed: Replayed) -> None:
-        """Warn that a loss couldn't be audited and why, or that padding limited the audit."""
+    def _warn_of_fault(self, replayed: Replayed) -> None:
+        """Warn if a loss couldn't be audited, or if padding limited what the audit shows."""
         # with that padding, the audit can't show whether other padding would change the loss
         fault = replayed.fault
         if replayed.cut and replayed.audited is not None and replayed.audited.difference is None:
@@ -443,7 +451,7 @@ class TrainingAudits:
             self._warn_once(NOT_AUDITED.format(fault) + self.question)
 
     def end_parts(self) -> None:
-        """After a batch's last part, send the audit of its first part to the other ranks."""
+        """Send the audit of a batch's first part to the other ranks, after its last part."""
         # not earlier, because other ranks may still wait in the all-reduce of gradients
         self.close()
         found, self._pending = self._pending, None
@@ -465,10 +473,12 @@ class TrainingAudits:
         return fault or record
 
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
-        """Repeat the recorded calls of a loss for a few rows, and compare the gradients."""
+        """Audit a loss by repeating its recorded calls on a few rows.
 
-        # The program had multiplied the loss by `factor` on this rank. `counted` returns the count
-        # that weights a part's mean loss; None weights by rows.
+        The user's script multiplied the loss by `factor` on this rank. `counted` returns the
+        denominator of a part's mean loss; None means the row count.
+        """
+
         weights = self._training.weights
 
         def computations(few: FewRows, compute: Compute) -> Computations:
@@ -500,14 +510,14 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Return several choices of a few rows for an audit, the preferred one first."""
-        # fetched from the data set if possible, then cut from the batch
+        """Return several choices of a few rows to audit, the preferred one first."""
+        # rows are fetched from the data set if possible, and also cut from the batch
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
         if not taken.origin.by_length:
             every += [
                 self._move_rows(
-                    choose_few_rows(record.batch, record.rows, in_order, self._most_rows)
+                    choose_few_rows(record.batch, record.rows, in_order, self._max_rows)
                 )
                 for in_order in (False, True)
             ]
@@ -515,9 +525,11 @@ class TrainingAudits:
 
     # ------------------------------------------------------------------ what is computed
 
-    def _trained(self) -> int:
-        """Return a hash of which parameters are trained; another audit is due if it changes."""
-        # another audit is due if it changes
+    def _hash_trained(self) -> int:
+        """Return a hash of which parameters are trained.
+
+        If it changes, another audit is due.
+        """
         models = self._training.weights.models
         for model in models:
             if model not in self._members:
@@ -530,8 +542,8 @@ class TrainingAudits:
         training = self._training
         return training.world == 1 and not training.ranks.in_passes
 
-    def _is_apart(self) -> bool:
-        """Return whether this training run can't be audited, or doesn't need it."""
+    def _is_exempt(self) -> bool:
+        """Return whether this training run needs no audits, or can't be audited."""
         # that is so if one device computes each batch in one pass, if ranks synchronize in each
         # pass, or if there is no model
         weights = self._training.weights
@@ -540,10 +552,13 @@ class TrainingAudits:
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None
     ) -> FewRows | None:
-        """Return a few rows of the current batch for an audit, on this rank's device, or None."""
-        # `taken` is the batch as its loader yielded it; None without a loader. `batch`, or the
-        # batch of `record`, is cut if rows can't be fetched from the data set. None if that fails,
-        # too. Fetched rows are the same on every rank.
+        """Return a few rows of the current batch for an audit, on this rank's device.
+
+        The rows are fetched from the data set if possible. Otherwise they are cut from `batch`, or
+        from the batch of `record`. The result is None if this fails, too. `taken` is the batch that
+        the loader yielded, or None without a loader.
+        """
+        # fetched rows are the same on every rank
         loader = None if taken is None else taken.origin.loader()
         given = list(map(id, tensors_in(batch)))
         same = record is not None or (
@@ -553,16 +568,16 @@ class TrainingAudits:
         if loader is not None and same:
             with suppress(Exception):  # from the program's data set, which is read again
                 few = fetch_rows(
-                    loader.dataset, loader.collate_fn, loader.prefetched_rows(), self._most_rows
+                    loader.dataset, loader.collate_fn, loader.prefetched_rows(), self._max_rows
                 )
         if few is None and taken is not None and not taken.origin.by_length:
             rows = taken.sizes[self._training.rank]
             own = record.batch if record is not None else batch
-            few = choose_few_rows(own, rows, max_rows=self._most_rows)
+            few = choose_few_rows(own, rows, max_rows=self._max_rows)
         return self._move_rows(few)
 
     def _move_rows(self, few: FewRows | None) -> FewRows | None:
-        """Copy an audit's rows to this rank's device; None stays None."""
+        """Copy an audit's rows to this rank's device; return None for None."""
         if few is None:
             return None
         device = self._training.device
@@ -592,9 +607,10 @@ class TrainingAudits:
     def make_sketcher(
         self, models: Iterable[Any], optimizers: Iterable[Any] = (), **options: Any
     ) -> GradientSketcher:
-        """Return an object that computes and summarizes gradients of the models for audits.
+        """Create a GradientSketcher, which reduces the models' gradients to sketches for audits.
 
-        `optimizers` may train further tensors. `options` are arguments of GradientSketcher.
+        Tensors that `optimizers` train are included. `options` are further arguments of
+        GradientSketcher.
         """
         every = list(models)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -616,17 +632,20 @@ class TrainingAudits:
         )
 
     @property
-    def _most_rows(self) -> int:
-        """Maximum number of rows in the next audit."""
+    def _max_rows(self) -> int:
+        """Maximum number of rows that the next audit computes."""
         return ROWS if self.judge.thorough or self.judge.step <= EARLY else FEWER
 
-    def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
-        """Fetch a few rows with these indices for an audit, on this rank's device, or None."""
-        return self._move_rows(fetch_rows(dataset, collate, numbers, self._most_rows))
+    def take_rows(self, dataset: Any, collate: Any, indices: Sequence[int]) -> FewRows | None:
+        """Fetch a few of the rows with these indices for an audit, to this rank's device.
+
+        The result is None for fewer than two indices.
+        """
+        return self._move_rows(fetch_rows(dataset, collate, indices, self._max_rows))
 
     @contextmanager
     def _paused_exchanges(self) -> Iterator[None]:
-        """Context manager in which backward passes don't all-reduce gradients."""
+        """Context manager in which gradients aren't all-reduced."""
         exchanges = self._training.weights.list_exchanges()
         for exchange in exchanges:
             exchange.resting = True
@@ -640,9 +659,10 @@ class TrainingAudits:
     def make_computations(
         self, few: FewRows, compute: OfPart, counted: OfPart | None
     ) -> Computations:
-        """Return what an audit compares: the gradient of a few rows as one batch, and in parts.
+        """Return what an audit compares: the gradient of a few rows as one batch and in parts.
 
-        If audits follow the script's own launcher, two equal parts replace the single batch.
+        `compute` returns the mean loss of a part, and `counted` its denominator; None means the row
+        count. If audits follow the script's own launcher, two equal parts replace the single batch.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)
@@ -659,7 +679,10 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what follows
 
     def _try_audit(self, find: Callable[[], Audited | None]) -> Audited | None:
-        """Run an audit and return its result; if it fails, warn and return None."""
+        """Run an audit and return its result.
+
+        If the audit fails, warn and return None.
+        """
         try:
             return find()
         except WholeBatchLoss:
@@ -673,7 +696,7 @@ class TrainingAudits:
                 free_memory(self._training.device)
             else:
                 fault = describe_error(error)
-                self._warn_once(NOT_AUDITED.format(fault + _place(error)) + self.question)
+                self._warn_once(NOT_AUDITED.format(fault + _describe_line(error)) + self.question)
         return None
 
     def _share_result(
@@ -681,12 +704,12 @@ class TrainingAudits:
     ) -> None:
         """Send this rank's audit result to the other ranks, and act on a difference.
 
-        If gradients differ, it warns, raises RequestError, or switches to equal shares.
+        If gradients differ, it warns, raises RequestError, or switches to equal shares. `numbers`
+        are the constants in the loss, if known. `survives` is whether passes are computed again if
+        memory runs out.
         """
-        # A difference leads to a warning, RequestError or equal shares. This doesn't wait for the
-        # other ranks' results. `numbers` are those used in the loss, if known. With `survives`,
-        # passes are retried if memory runs out. A retry needs no further check if this audit found
-        # no difference.
+        # This doesn't wait for the other ranks' results. A pass that is computed again needs no
+        # further check if this audit found no difference.
         own = RankVerdict() if replayed.audited is None else self._judge_result(replayed.audited)
         own.numbers, own.certain = numbers, replayed.certain
         if not (replayed.certain and replayed.closed):
@@ -708,7 +731,10 @@ class TrainingAudits:
             self._warn_once(f"{verdict.message} {verdict.remedy}")
 
     def _publish(self, own: RankVerdict) -> None:
-        """Write this rank's result to the process group's store, where all ranks read it later."""
+        """Write this rank's audit result to the process group's store.
+
+        All ranks read it there a few steps later.
+        """
         # ranks usually audit the same step, so all verdicts on it can be compared
         training = self._training
         if not self._can_exchange:
@@ -721,12 +747,12 @@ class TrainingAudits:
 
     @property
     def _can_exchange(self) -> bool:
-        """Whether ranks can exchange audit results through the default process group's store."""
+        """Whether ranks can exchange audit results, through the default process group's store."""
         world: int = self._training.world
         return world > 1 and dist.is_initialized() and dist.get_world_size() == world
 
     def _compare_left_out(self) -> None:
-        """Act on a batch that only some ranks skipped: warn, or raise RequestError if `strict`.
+        """Find a batch that only some ranks skipped, and warn, or raise RequestError if `strict`.
 
         Under `evener run`, shares become equal for the rest of the training run instead.
         """
@@ -748,7 +774,7 @@ class TrainingAudits:
             self._apply(Action.REFUSE if strict else Action.WARN, verdict)
 
     def _compare_verdicts(self) -> None:
-        """Read the results of audits that all ranks did a few steps ago, and act on them."""
+        """Read all ranks' results of audits from a few steps ago, and act on them."""
         # READ_AFTER steps after an audit, all ranks have written: each step in between has an
         # all-reduce, which no rank completes before the others take part
         for step, keys in list(self._published.items()):
@@ -762,7 +788,10 @@ class TrainingAudits:
                 del self._published[step]
 
     def _compare_results(self, every: Sequence[RankVerdict], step: int) -> None:
-        """Act on all ranks' results of one audit: warn, raise RequestError or make shares equal."""
+        """Act on all ranks' results of the audit in a step.
+
+        If gradients differ, it warns, raises RequestError or makes shares equal.
+        """
         if self.judge.over:
             return
         self._compared = True
@@ -780,13 +809,13 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn that the loss couldn't be audited, because a constant in it may be a row count."""
+        """Warn if the loss couldn't be audited because a constant in it may be a row count."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
 
     def _judge_result(self, audited: Audited) -> RankVerdict:
-        """Turn an audit's result into this rank's verdict, with a message if gradients differ."""
+        """Convert an audit's result to this rank's verdict, with a message if gradients differ."""
         if audited.changed:
             self._warn_once(CHANGED.format(audited.changed[0]))
         if audited.fault:
@@ -808,7 +837,7 @@ class TrainingAudits:
         return verdict
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
-        """Return a verdict if ranks computed different gradients of the same rows; else None."""
+        """Return a verdict if ranks computed different gradients of the same rows, else None."""
         # for a difference that may come from rounding, the next audits measure rounding
         if len({each.rows for each in every}) > 1:
             return None
@@ -829,9 +858,11 @@ class TrainingAudits:
         return RankVerdict(message, self.remedies["state"], difference.relative)
 
     def _compare_numbers(self, every: Sequence[list[Number]]) -> None:
-        """Warn if ranks compute their losses with different numbers, such as running means."""
-        # `every` has each rank's numbers, in the order in which its loss uses them. Not compared if
-        # some ranks have used more numbers than others.
+        """Warn if the ranks' losses have different constants, such as running means.
+
+        `every` has each rank's constants, in the order in which its loss uses them.
+        """
+        # not compared if some ranks have used more constants than others
         if len({len(each) for each in every}) != 1:
             return
         for line in zip(*every, strict=True):
@@ -848,7 +879,7 @@ class TrainingAudits:
 
 
 def describe_error(error: Exception) -> str:
-    """Return why a loss can't be computed again, from the error that was raised."""
+    """Return a phrase that says why a loss can't be computed again, given the error raised."""
     return CANT.format(type(error).__name__, str(error).partition("\n")[0])
 
 
@@ -857,8 +888,8 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 
 def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
-    """Return all ranks' audit results from the store; [] if one is missing."""
-    # [] until all ranks have written theirs, and if the rank that hosts the store has exited
+    """Read all ranks' audit results from the store; return [] if one is missing."""
+    # also if the rank that hosts the store has exited
     store = default_store()
     try:
         if not store.check(keys):
@@ -876,7 +907,7 @@ def is_sharded_model(models: Iterable[Any]) -> bool:
 def make_share_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return what an audit compares: the gradient of a few rows as one batch, and in shares.
+    """Return what an audit compares: the gradient of a few rows as one batch and in shares.
 
     Arguments:
 
@@ -900,9 +931,9 @@ def make_share_computations(
 def make_launcher_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return what an audit compares: a few rows in two equal parts, and in two unequal parts.
+    """Return what an audit compares: the gradient of a few rows in equal and in unequal parts.
 
-    The arguments are those of `make_share_computations`.
+    There are two parts each. The arguments are those of `make_share_computations`.
     """
     made = make_share_computations(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # two rows can only be cut in one way
@@ -925,7 +956,7 @@ def make_launcher_computations(
 
 
 def add_unweighted(computations: Computations) -> Computations:
-    """Adapt an audit's computations to a loss that is a sum over rows: parts get no weights."""
+    """Adapt an audit's computations to a loss that is a sum over rows, by leaving out weights."""
     # causes that only apply to a mean are left out
     trained = computations.changes["sum"].trained
     changes = {"sum": AuditChange(trained)}
@@ -938,7 +969,7 @@ def add_unweighted(computations: Computations) -> Computations:
 
 
 def weigh_gradients(computations: Computations, scale: float) -> Computations:
-    """Return an audit's computations with each loss multiplied by `scale` before backward."""
+    """Adapt an audit's computations to losses that are multiplied by `scale` before `backward`."""
     changes = {
         name: _scale_losses_of_change(change, scale)
         for name, change in computations.changes.items()
@@ -973,9 +1004,11 @@ def _scale_losses_by_weight(computation: Computation, scale: float) -> Computati
 def _make_computation(
     loss: OfPart, counted: OfPart | None, batches: Sequence[Any], sizes: Sequence[int], micro: int
 ) -> Computation:
-    """Return the weighted passes that together compute the gradient of some batches."""
-    # `sizes` are the batches' numbers of rows. Passes have up to `micro` rows; 0 means a single
-    # pass. Losses are weighted by rows or, if `counted` isn't None, by its counts.
+    """Return the weighted passes that compute the gradient of several batches together.
+
+    `sizes` has the row counts of the batches, and `micro` is the maximum rows per pass; 0 means one
+    pass per batch. Losses are weighted by rows, or by what `counted` returns.
+    """
     parts: list[Part] = []
     for rank, (batch, rows) in enumerate(zip(batches, sizes, strict=True)):
         own = make_parts(batch, rows, micro or rows, _unscaled)
@@ -998,8 +1031,11 @@ def _unscaled(loss: Any) -> Any:
     return loss
 
 
-def _place(error: BaseException) -> str:
-    """Return the user's file and line from an error's traceback, in parentheses, or ""."""
+def _describe_line(error: BaseException) -> str:
+    """Return the file and line of the user's code in an error's traceback, in parentheses.
+
+    The result is "" if there is none.
+    """
     own = [
         each
         for each in traceback.extract_tb(error.__traceback__)
@@ -1011,7 +1047,7 @@ def _place(error: BaseException) -> str:
 
 
 def _compute(loss: OfPart, part: Part) -> Any:
-    """Compute the loss of a copy of a part, because the user's function may change the part."""
+    """Compute the loss of a copy of a part, because the loss function may change the part."""
     # a part is computed more than once, and the program may remove items from the batch
     own = copy.copy(part)
     own.batch = each_tensor(lambda tensor: tensor, part.batch)

@@ -13,7 +13,7 @@ _IS_THERE: Any = partial(is_not, None)
 
 
 class WeakList(Generic[T]):
-    """List with weak references to its objects; iterating over it is fast."""
+    """List of weak references to objects, over which iterating is fast."""
 
     # Iterating over a WeakSet or WeakKeyDictionary takes several times as long.
 
@@ -21,13 +21,13 @@ class WeakList(Generic[T]):
         self._references: list[weakref.ref[T]] = []
 
     def add(self, added: T) -> None:
-        """Add an object unless the list has it."""
+        """Add an object unless it is in the list."""
         alive = list(self)
         if not any(each is added for each in alive):
             self._references = [weakref.ref(each) for each in (*alive, added)]
 
     def discard(self, removed: T | None) -> None:
-        """Remove an object if the list has it."""
+        """Remove an object if it is in the list."""
         self._references = [weakref.ref(each) for each in self if each is not removed]
 
     def __iter__(self) -> Iterator[T]:

@@ -70,8 +70,8 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[tuple[Any, FrameType]] = []
 
-    def note_loss(self, _: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        self.heard.append((made_of, caller))
+    def note_loss(self, _: Any, operations: tuple[Any, ...], caller: FrameType) -> None:
+        self.heard.append((operations, caller))
 
 
 def test_backward_is_pytorchs_own_before_and_after_it_is_listened_to() -> None:

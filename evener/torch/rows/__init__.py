@@ -1,1 +1,1 @@
-"""Data loading: which rows of each batch a rank gets, how they are fetched, and batch structure."""
+"""Data loading: which rows of each batch a rank gets, and how they are fetched and cut."""

@@ -31,12 +31,12 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row indices, into pinned memory)
 
 
 def whole_fetch(dataset: Any) -> Whole | None:
-    """Return a function that fetches a whole batch from `dataset` at once, or None.
+    """Return a function that fetches a whole batch of `dataset` in one call, or None.
 
     This is possible for a TensorDataset, for a data set whose `__getitems__` is annotated to take a
     torch.Tensor of row indices, and for a Subset of either.
     """
-    # The method `__getitems__` must return the batch as the loop gets it.
+    # `__getitems__` must return the batch in the form that the loop gets
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors
         return lambda rows, pinned: [select(tensor, rows, pinned) for tensor in tensors]
@@ -52,9 +52,9 @@ def whole_fetch(dataset: Any) -> Whole | None:
 
 
 def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> torch.Tensor:
-    """Return the given rows of `source`, copied into pinned memory if `pinned`.
+    """Return the given rows of `source`, in pinned memory if `pinned`.
 
-    Tensors on a GPU or with `requires_grad` are never pinned.
+    Tensors that are on a GPU or require a gradient are never pinned.
     """
     if source.device.type != "cpu":
         return source.index_select(0, rows.to(source.device))
@@ -70,12 +70,13 @@ class Fetch:
     Arguments:
 
     - `dataset`: a map-style data set.
+    - `sampler`: yields the row indices of each batch.
     - `options`: keyword arguments of DataLoader.
-    - `pinned`: whether to put batches that are fetched at once into pinned memory.
+    - `pinned`: whether to put batches that are fetched in one call into pinned memory.
     """
 
-    # Whole batches are fetched if the data set supports it. Otherwise, or if `options` require it,
-    # DataLoader fetches the batches.
+    # whole batches are fetched if the data set supports it; otherwise, or if `options` require it,
+    # DataLoader fetches the batches
 
     def __init__(
         self, dataset: Any, sampler: UnevenBatchSampler, options: Mapping[str, Any], pinned: bool
@@ -103,7 +104,7 @@ class Fetch:
 
 
 class _ListDataset(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Wraps a data set so that DataLoader's workers fetch each batch from it at once."""
+    """Wraps a data set so that a worker of DataLoader fetches each batch from it in one call."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -138,11 +139,11 @@ DEPTH = 2  # number of batches that wait on the device
 class Prefetcher:
     """Iterator that fetches batches in a background thread and copies them to `device`.
 
-    At most `depth` batches wait on the device. If the source raises an error in the thread, the
-    training loop gets it.
+    At most `depth` batches wait on the device. An error that the source raises in the thread is
+    raised in the training loop.
     """
 
-    # On a CPU, batches aren't sent. The thread exits when the iterator is exhausted or closed.
+    # on a CPU, batches aren't sent; the thread exits when the iterator is exhausted or closed
 
     def __init__(self, source: Iterator[Any], device: torch.device, depth: int = DEPTH) -> None:
         self._source = source
@@ -177,13 +178,13 @@ class Prefetcher:
 
     def wait_until_full(self) -> None:
         """Wait until `depth` batches are ready or the source is exhausted."""
-        # A probe calls this before and after timed steps. Then as many batches are fetched during
-        # these steps as they use, so their time includes the time for fetching.
+        # A probe calls this before and after timed steps. As many batches are then fetched during
+        # these steps as they use, so that the time for fetching is included.
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)
 
     def close(self) -> None:
-        """Stop prefetching, drop the batches that are ready and wait for the thread to end."""
+        """Stop prefetching, drop the batches that are ready, and wait for the thread to end."""
         with self._change:
             self._ended = True
             self._ready.clear()
@@ -241,12 +242,12 @@ class _CopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def context(self) -> AbstractContextManager[None]:
-        """Return a context manager that makes this stream the current one."""
+        """Return a context manager in which this stream is the current one."""
         context: AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return context
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Start to copy a batch to the GPU, and return it with the CUDA event of its arrival.
+        """Start to copy a batch to the GPU; return it with a CUDA event that its arrival triggers.
 
         If the GPU is out of memory, the result is the batch in pinned host memory, and None.
         """
@@ -261,16 +262,19 @@ class _CopyStream:
         return sent, arrived
 
     def mark(self) -> Any:
-        """Record an event after all work that the training loop has queued on the GPU so far."""
+        """Record a CUDA event after all work that the training loop has queued so far."""
         event = torch.cuda.Event(blocking=True)  # a spinning wait would take a core from the loop
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
-        """Make a sent batch safe to use on the current stream, and return it."""
-        # The loop's stream waits until the batch has arrived. `arrived` is None if the device had
-        # too little memory when the batch was prefetched. The batch is then sent now: between
-        # steps, the loop's activations have been freed.
+        """Return a sent batch once it is safe to use on the current stream.
+
+        `arrived` is the event that `send` returned, or None if the batch is still in host memory.
+        """
+        # The current stream waits until the batch has arrived. If the device had too little memory
+        # when the batch was prefetched, it is sent now, because the activations of the last step
+        # have been freed.
         if arrived is None:
             return self._send(batch)
         stream = torch.cuda.current_stream(self._device)

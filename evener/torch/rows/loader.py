@@ -33,7 +33,7 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their
 
 
 class Epoch:
-    """State of one loop over a loader, which all of its batches refer to.
+    """State of one loop over a loader, to which all batches of the loop refer.
 
     Arguments:
 
@@ -43,7 +43,7 @@ class Epoch:
     - `by_length`: whether rows are assigned by length.
     """
 
-    # If rows are assigned by length, a batch must not be cut into passes.
+    # if rows are assigned by length, a batch must not be cut into passes
 
     __slots__ = ("batches", "by_length", "loader", "open", "tail", "training", "unfinished")
 
@@ -57,13 +57,13 @@ class Epoch:
         self.batches: list[Any] = []  # batches that may still be in use; the newest is last
 
     def may_be_computed(self) -> bool:
-        """Return whether a batch of this loop could still be passed to the model."""
+        """Return whether a batch of this loop may still be passed to the model."""
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """Return whether the loop's last batch wasn't computed, but still exists.
+        """Return whether the loop has ended before its last batch was computed.
 
-        That is possible only if the loop ended while its last batch was still waiting.
+        The result is False if the batch no longer exists.
         """
         # a loop may fetch the next epoch's first batch before it computes the last batch of this
         # one
@@ -72,12 +72,12 @@ class Epoch:
 
 
 class StepListener:
-    """Interface whose methods a loader calls around each step; in this class they do nothing."""
+    """Interface of objects that a loader calls around each step; these methods do nothing."""
 
     def compare(self, digest: int) -> None:
-        """Called with a checksum of the row order, to be compared between ranks.
+        """Called with a checksum of the row order, which ranks compare.
 
-        It is called at the start of an epoch if the user has given the order or the lengths of
+        This happens at the start of an epoch if the user has given the order or the lengths of
         rows.
         """
 
@@ -87,13 +87,13 @@ class StepListener:
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """Called before a batch is yielded, with the row count of each rank.
 
-        `origin` is the iteration that the batch belongs to.
+        `origin` is the loop that the batch belongs to.
         """
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Called after a step, with the row count of each rank and this rank's token counts.
+        """Called after a step, with the row count of each rank.
 
-        `tokens` are the tokens without padding and with padding.
+        `tokens` are this rank's numbers of tokens without padding and with padding.
         """
 
     def end(self, origin: Epoch) -> None:
@@ -106,8 +106,9 @@ class Loader:
     It replaces torch's DataLoader. A new epoch begins with each loop, unless `set_epoch` or
     `load_state_dict` was called before. Arguments:
 
+    - `dataset`: a map-style data set.
     - `sampler`: selects this rank's rows.
-    - `listener`: gets a callback before and after each step.
+    - `listener`: its methods are called before and after each step.
     - `options`: keyword arguments of DataLoader.
     - `device`: the device to prefetch to; the CPU by default.
     - `prefetch`: number of batches to prefetch; by default 2 on a GPU and 0 on a CPU.
@@ -178,8 +179,8 @@ class Loader:
     def next_epoch(self) -> int:
         """Number of the epoch that the next loop iterates over.
 
-        It is the epoch that `set_epoch` has chosen or `load_state_dict` has loaded, if that has
-        batches left; otherwise the following one.
+        This is the epoch that was set by `set_epoch` or loaded by `load_state_dict`, if it has
+        batches left; otherwise it is the next one.
         """
         sampler = self.batch_sampler
         return sampler.epoch + (not self._fresh or not (sampler.steps_left or self._chosen))
@@ -225,26 +226,26 @@ class Loader:
             listener.end(origin)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling, without the listener and the prefetching thread."""
+        """Return the state to pickle, which leaves out the listener and the prefetching thread."""
         return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
         """Wait until the running loop has prefetched `prefetch` batches, or all that are left.
 
-        Without prefetching or a running loop, this returns at once.
+        Without prefetching or a running loop, this returns immediately.
         """
         if self._ahead is not None:
             self._ahead.wait_until_full()
 
     def prefetched_rows(self) -> list[int]:
-        """Return the row indices, over all ranks, of the newest global batch of the loop.
+        """Return the row indices of all ranks in the loop's newest global batch.
 
-        Before the loop has a batch, return those of the first one.
+        Before the loop has a batch, these are the row indices of the first one.
         """
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next loop iterate over the given epoch from its first row.
+        """Make the next loop iterate over the given epoch from its first row.
 
         After `load_state_dict`, setting the same epoch keeps the loaded position.
         """
@@ -256,7 +257,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the position in it, for a checkpoint.
 
-        It is the same on every rank, and can be stored as JSON.
+        The result is the same on every rank, and can be stored as JSON.
         """
         return self.batch_sampler.state_dict(self._steps)
 
@@ -264,7 +265,7 @@ class Loader:
         """Continue from the position in a state that `state_dict` returned.
 
         Raises RequestError if the data set's length, its order or the seed differs. The state may
-        come from another plan.
+        have been saved under another plan.
         """
         self.batch_sampler.load_state_dict(state)
         self._steps = 0
@@ -273,7 +274,7 @@ class Loader:
 
 
 class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't followed
-    """Stand-in for a loader's SequentialSampler, for trainers that read `loader.sampler`."""
+    """Stands in for a loader's SequentialSampler, for trainers that read `loader.sampler`."""
 
     # a SequentialSampler, so that Lightning doesn't replace it
 
@@ -295,7 +296,7 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
 
 
 def count_rows(dataset: Any) -> int:
-    """Return the length of a map-style data set.
+    """Return the number of rows of a map-style data set.
 
     Raises RequestError for a loader, for an IterableDataset and for a data set without a length.
     """
@@ -329,8 +330,7 @@ def check_prefetch(prefetch: int | None, device: torch.device) -> int:
     None means the default: 2 on a GPU, 0 on a CPU. Raises RequestError if `prefetch` is not a valid
     number.
     """
-    # A valid number is an integer of 0 or more. On a CPU, prefetching would take cores away from
-    # the computation.
+    # on a CPU, prefetching would take cores away from the computation
     if prefetch is None:
         return DEPTH if device.type == "cuda" else 0
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
@@ -341,7 +341,7 @@ def check_prefetch(prefetch: int | None, device: torch.device) -> int:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise a RequestError for DataLoader options that conflict with the plan's choice of rows.
+    """Raise a RequestError for options of DataLoader that conflict with the plan's choice of rows.
 
     These are `batch_size`, `sampler` and `batch_sampler`.
     """
@@ -361,28 +361,28 @@ _LOADERS = "loaders"
 
 
 class LoaderStates:
-    """Saves and restores the positions of all loaders of a user's script, in order of creation."""
+    """Saves and restores the positions of all loaders of a script, in order of creation."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Loader]] = []
         self._waiting: list[dict[str, Any]] = []  # states of loaders that aren't created yet
 
     def add(self, loader: Loader) -> Loader:
-        """Register a loader, restore its position if one was loaded for it, and return it."""
+        """Register a loader and return it, with its position restored if one was loaded for it."""
         self._made.append(weakref.ref(loader))
         if self._waiting:
             loader.load_state_dict(self._waiting.pop(0))
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the loaders that still exist, for a checkpoint.
+        """Return the states of all loaders that still exist, for a checkpoint.
 
-        It is the same on every rank, and can be stored as JSON.
+        The result is the same on every rank, and can be stored as JSON.
         """
         return {_LOADERS: [loader.state_dict() for loader in self._list()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the loaders, including loaders that will be created later.
+        """Restore the positions of the loaders, including loaders that are created later.
 
         Raises RequestError if `state` wasn't returned by `state_dict`, or doesn't fit a loader.
         """
@@ -404,7 +404,7 @@ class LoaderStates:
 class StepSampler:
     """Batch sampler for torch's DataLoader that can start in the middle of an epoch.
 
-    An iteration starts at the batch `first_step` of the epoch.
+    An iteration starts with batch number `first_step` of the epoch.
     """
 
     def __init__(self, sampler: UnevenBatchSampler) -> None:
@@ -420,15 +420,15 @@ class StepSampler:
         return islice(self.steps(), self.first_step, None)
 
     def steps(self) -> Iterator[Any]:
-        """Return an iterator over this rank's row indices in each global batch."""
+        """Return an iterator over this rank's row indices, batch by batch."""
         return iter(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order of rows, and start at its first row."""
+        """Set the epoch, which determines the order of rows, and start with its first row."""
         self.sampler.set_epoch(epoch)
 
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
-        """Return this rank's token counts in the given steps, without and with padding.
+        """Return this rank's numbers of tokens in the given steps, without and with padding.
 
         Both are 0 if the lengths of rows aren't known.
         """
@@ -438,22 +438,23 @@ class StepSampler:
 
 
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
-    """DataLoader of this rank's rows with a position that can be saved, for trainers.
+    """DataLoader for trainers that yields this rank's rows, with a position that can be saved.
 
     Arguments:
 
+    - `dataset`: a map-style data set.
     - `steps`: the batch sampler.
     - `ahead`: whether to fetch a batch before the previous one is yielded, as accelerate's
       loader does.
     - `begins`: called when a loop begins.
-    - `asks`: called before each batch.
+    - `asks`: called before each batch is fetched.
     - `options`: further keyword arguments of DataLoader.
 
     The trainer sets `done` to the number of the epoch's batches that it has computed.
     """
 
-    # The other shares must have the same global batch. With `ahead`, a collator that a callback
-    # changes takes effect with the same batch as without a plan.
+    # With `ahead`, a collator that a callback changes takes effect with the same batch as without a
+    # plan. Other shares must have the same global batch.
 
     def __init__(
         self,
@@ -490,9 +491,9 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         return drawn + self._ahead
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Mark global batch `step` as begun, and return the row count of each rank in it.
+        """Record that global batch `step` has begun, and return the row count of each rank in it.
 
-        A later change of shares affects only the batches after it.
+        If shares change later, only the batches after it are affected.
         """
         sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
         return sizes
@@ -502,15 +503,15 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the position in it and the global batch, for a checkpoint.
+        """Return the epoch, the position in it and the size of the global batch, for a checkpoint.
 
-        It is the position after `done` batches, and the same on all ranks.
+        The position is after `done` batches. The result is the same on all ranks.
         """
         rows = self.batch_sampler.sampler
         return {**rows.state_dict(self.done), "global_batch": rows.global_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next loop start at the position in a state that `state_dict` returned.
+        """Make the next loop start at the position in a state that `state_dict` returned.
 
         Raises RequestError if the global batch, the data set's length, its order or the seed
         differs.
@@ -544,7 +545,7 @@ def _fetch_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class _CountedRequests:
-    """Iterator that calls `asks` before it fetches each batch."""
+    """Iterator that calls a function before it fetches each batch."""
 
     def __init__(self, batches: Any, asks: Callable[[], None]) -> None:
         self._batches, self._asks = batches, asks

@@ -1,8 +1,9 @@
 """Choose the rows of a data set that each rank computes.
 
 Every rank draws the same global order, which has each row once per epoch, and takes its slice of
-each global batch. Slices differ in size; no communication is needed. A rank without a row in a
-short last batch gets a filler row with weight 0. So it runs the same collectives as the others.
+each global batch. The slices differ in size. No communication is needed. A rank without a row in a
+short last batch gets a filler row with weight 0, so that it runs the same collectives as the
+others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Order = Iterable[int] | Callable[[int], Sequence[int]]
 
 
 class RowOrder:
-    """Order of rows in each epoch, taken from a user's sampler, list or function of the epoch.
+    """Order of the rows in each epoch, taken from a user's sampler, list or function of the epoch.
 
     All ranks draw the same order, because PyTorch's random generator is seeded first. Raises
     RequestError if the result isn't a list of valid row numbers.
@@ -58,7 +59,7 @@ class RowOrder:
         return self._drawn
 
     def digest(self, epoch: int) -> int:
-        """Return a CRC-32 checksum of an epoch's order, to compare it between ranks."""
+        """Return a CRC-32 checksum of an epoch's order, which ranks compare."""
         drawn = self.draw(epoch)
         if self._digest is None:
             self._digest = crc32(drawn.numpy().tobytes())
@@ -91,7 +92,7 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return `given` as a one-dimensional int64 tensor on the CPU; None if it isn't integers."""
+    """Return `given` as a one-dimensional int64 tensor on the CPU, or None if it isn't integers."""
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -102,7 +103,7 @@ def _whole_numbers(given: Any) -> torch.Tensor | None:
 
 
 def mix_seed(seed: int, epoch: int) -> int:
-    """Derive the random seed of an epoch from the seed of the training run."""
+    """Derive an epoch's random seed from the seed of the training run."""
     return (seed * 1_000_003 + epoch) % (1 << 63)
 
 
@@ -112,7 +113,7 @@ _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
 class ShareSchedule:
-    """The shares during one loop over the data; they may change between batches."""
+    """The shares during one loop over the data, which may change between batches."""
 
     def __init__(self, shares: tuple[int, ...], position: int) -> None:
         self.begun = position  # the row after the loop's newest batch
@@ -125,7 +126,7 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Change the shares for the batches that begin `rows` rows or more after the newest one."""
+        """Change the shares of batches that begin at least `rows` rows after the newest batch."""
         self._changes.append((self.begun + rows, shares))
 
 
@@ -139,10 +140,11 @@ class UnevenBatchSampler:
 
     - `length`: number of rows in the data set, ignored if `order` is given.
     - `shares`: rows of a global batch per rank.
+    - `rank`: this rank.
     - `shuffle`: whether to permute the rows in each epoch.
     - `seed`: seed of the permutations, the same on all ranks.
     - `drop_last`: whether to leave out a last batch that isn't full.
-    - `order`: replaces the permutations.
+    - `order`: order of the rows in each epoch, in place of permutations.
     - `join_tail`: whether to add a last batch with fewer rows than ranks to the previous batch.
     - `without_rows`: whether shares may be 0.
 
@@ -186,21 +188,21 @@ class UnevenBatchSampler:
 
     @property
     def global_batch(self) -> int:
-        """Rows of a full batch over all ranks."""
+        """Number of rows in a full batch over all ranks."""
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Change the shares: in later loops at once, in running ones after `ahead` more batches."""
+        """Change the shares for later loops, and for running loops after `ahead` more batches."""
         # the rows of these batches may already have been drawn
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn if the data set is too small, or the last batch has no row for some rank.
+        """Warn if the data set is too small, or if some rank has no row in the last batch.
 
-        It is too small if it has fewer rows than `planned`, the global batch of the plan; 0 skips
-        this check.
+        The data set is too small if it has fewer rows than `planned`, the global batch of the plan.
+        If `planned` is 0, this isn't checked.
         """
         if self.length < planned:
             warnings.warn(
@@ -221,12 +223,12 @@ class UnevenBatchSampler:
 
     @property
     def schedule(self) -> ShareSchedule:
-        """Shares of the newest loop."""
+        """The shares of the newest loop."""
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """Return indices of the next `first` rows, and of `more` rows spread over the epoch."""
-        # The rows are in the epoch's order; the result has no duplicates.
+        """Return the indices of the next `first` rows, and of `more` rows spread over the epoch."""
+        # in the epoch's order and without duplicates
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]
         rows = order[self.position : self.position + first].tolist() + order[spread].tolist()
@@ -256,14 +258,14 @@ class UnevenBatchSampler:
     def sizes(self, step: int) -> tuple[int, ...]:
         """Return the row count of each rank in a step, counted from the current position.
 
-        It is 0 for a rank that has only a filler row.
+        A rank that has only a filler row has 0.
         """
         return self.sizes_at(self.position + step * self.global_batch)
 
     def take(self, step: int) -> tuple[int, ...]:
         """Record that a step has begun, and return the row count of each rank in it.
 
-        The step is counted from the current position. Later changes of shares take effect after it.
+        The step is counted from the current position. Later changes of shares don't affect it.
         """
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)
@@ -273,8 +275,8 @@ class UnevenBatchSampler:
     ) -> tuple[int, ...]:
         """Return the row count of each rank in the global batch whose first row is `first`.
 
-        A batch that isn't full is divided in proportion to the shares. By default, `schedule` has
-        the shares of the newest loop. `epoch` matters only in LengthSampler.
+        A batch that isn't full is divided in proportion to the shares. If `schedule` is None, the
+        shares are those of the newest loop. `epoch` matters only in LengthSampler.
         """
         rows, full = self.length - first, self.global_batch
         shares = (schedule or self.schedule).at(first)
@@ -293,9 +295,9 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the last batch's row count if ranks have unusual fractions of it; else None.
+        """Return the last batch's row count if the ranks' fractions of it are unusual, else None.
 
-        If fractions may differ in every step, return an object that equals no other.
+        If the fractions may differ in every step, return an object that equals no other object.
         """
         if self.changes or self.is_by_length:
             # equals no other object, because each step may weight ranks differently
@@ -312,7 +314,7 @@ class UnevenBatchSampler:
         return (rows.tolist() for rows in self.batches())
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Return an iterator over this rank's row indices in each remaining batch of the epoch.
+        """Return an iterator over this rank's row indices in the remaining batches of the epoch.
 
         Each item is an int64 tensor of shape (rows,).
         """
@@ -337,17 +339,17 @@ class UnevenBatchSampler:
         return torch.randperm(self.length, generator=generator)
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Return the fetched batches unchanged; LengthSampler joins the passes of a step."""
+        """Return the fetched batches unchanged; a LengthSampler joins the passes of each step."""
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return the context manager to run a training loop in; it does nothing in this class."""
+        """Return a context manager to run a training loop in, which does nothing in this class."""
         return nullcontext()
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return this rank's token counts in a batch, without and with padding.
+        """Return this rank's numbers of tokens in a batch, without and with padding.
 
-        Without known row lengths, both are 0.
+        Both are 0 in this class, because the lengths of rows aren't known.
         """
         return (0, 0)
 
@@ -356,7 +358,7 @@ class UnevenBatchSampler:
         return None if self.order is None else self.order.digest(epoch)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:
-        """Return the state after `steps` further steps, for a checkpoint."""
+        """Return the state after `steps` more steps, for a checkpoint."""
         position = min(self.length, self.position + steps * self.global_batch)
         values = (self.epoch, position, self.length, self._describe_order(self.epoch), self.seed)
         return dict(zip(_STATE_KEYS, values, strict=True))
@@ -368,7 +370,7 @@ class UnevenBatchSampler:
         """Restore the epoch and the position from a state that `state_dict` returned.
 
         Raises RequestError if keys are missing, or if the data set's length, its order or the seed
-        differs. Shares and the number of ranks may be others.
+        differs. The shares and the number of ranks may differ.
         """
         if missing := [key for key in _STATE_KEYS if key not in state]:
             raise RequestError(
@@ -394,7 +396,7 @@ class UnevenBatchSampler:
 
 
 class _CudnnAttention:
-    """Switch that disables cuDNN's attention kernels while any loop needs it."""
+    """Disables cuDNN's attention kernels as long as any loop needs that."""
 
     # PyTorch can turn it off only for the whole process, so the running loops are counted
 
@@ -405,7 +407,7 @@ class _CudnnAttention:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Context manager that disables cuDNN's scaled dot-product attention."""
-        # The last one to end restores the setting from before the first.
+        # the last context to end restores the setting from before the first
         if not self._loops:
             self._before = torch.backends.cuda.cudnn_sdp_enabled()
         self._loops += 1
@@ -431,7 +433,7 @@ class LengthSampler(UnevenBatchSampler):
     Arguments, besides those of UnevenBatchSampler:
 
     - `lengths`: number of tokens of each row.
-    - `assigner`: assigns the rows of a batch.
+    - `assigner`: assigns the rows of a batch to ranks and passes.
 
     Raises RequestError if `lengths` isn't a list of whole numbers, or if the assigner refuses it.
     """
@@ -472,7 +474,10 @@ class LengthSampler(UnevenBatchSampler):
         self._assignments: dict[tuple[int, int], RowAssignment] = {}
 
     def assignment_at(self, first: int, epoch: int) -> RowAssignment:
-        """Return the assignment of the global batch whose first row is at `first` in the epoch."""
+        """Return how the rows of a global batch are assigned to ranks and passes.
+
+        The batch begins at row `first` of the epoch's order.
+        """
         found = self._assignments.get((epoch, first))
         if found is None:
             rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
@@ -486,23 +491,22 @@ class LengthSampler(UnevenBatchSampler):
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: Any = None
     ) -> tuple[int, ...]:
-        """Return the row count of each rank in the global batch that begins at `first`.
+        """Return the row count of each rank in the global batch that begins at row `first`.
 
-        `epoch` is by default the current one, and `schedule` is ignored.
+        `epoch` is by default the current one. `schedule` is ignored, because lengths determine the
+        row counts.
         """
-        # `first` is a row's position in the epoch's order. Lengths determine the numbers of rows,
-        # not `schedule`.
         return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """Return the row count of each of this rank's passes; `(0,)` if it has no rows.
+        """Return the row count of each pass of this rank, or `(0,)` if it has no rows.
 
         The batch begins at row `first` of the epoch's order.
         """
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return this rank's token counts in a batch, without and with padding.
+        """Return this rank's numbers of tokens in a batch, without and with padding.
 
         The batch begins at row `first` of the epoch's order.
         """
@@ -510,15 +514,18 @@ class LengthSampler(UnevenBatchSampler):
         return assign.tokens[self.rank], assign.padded[self.rank]
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Return an iterator over this rank's row indices, one tensor for each pass."""
+        """Return an iterator over this rank's row indices, with one tensor for each pass."""
         return chain.from_iterable(self.steps())
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
-        """Return an iterator over the remaining steps, each a list of row indices by pass."""
+        """Return an iterator over the remaining steps.
+
+        Each item is a list with the row indices of each pass.
+        """
         return map(self._passes, self._firsts(), repeat(self.epoch))
 
     def _firsts(self) -> range:
-        """Return the position of the first row of each remaining global batch."""
+        """Return the positions of the first rows of all remaining global batches."""
         return range(self.position, self.length, self.global_batch)[: self.steps_left]
 
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
@@ -533,8 +540,8 @@ class LengthSampler(UnevenBatchSampler):
         return _cudnn_attention.disabled()
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Join the fetched passes of each step into an AssignedBatch."""
-        # If every batch has a single pass on every rank, the passes are the batches.
+        """Join the fetched passes of each step to an AssignedBatch."""
+        # if every batch has a single pass on every rank, the passes are the batches
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
         return (
             (AssignedBatch(list(islice(fetched, len(own))), own) for own in rows)

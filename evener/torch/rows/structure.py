@@ -1,4 +1,4 @@
-"""Functions on the tensors of a batch, however dicts, tuples and lists are nested in it."""
+"""Find, cut and transform the tensors in a batch of nested dicts, tuples and lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import RequestError
 
 
 class AssignedBatch:
-    """Batch of rows assigned by length, already divided into passes.
+    """Batch of rows that were assigned by length, already divided into passes.
 
     Its items can be used only through `split.parts`; other access raises a RequestError.
     """
@@ -25,7 +25,7 @@ class AssignedBatch:
         self.rows = rows  # number of rows of each pass
 
     def map(self, function: Callable[[Any], Any]) -> AssignedBatch:
-        """Return a batch with `function` applied to the data of each pass."""
+        """Return a batch in which `function` is applied to the data of each pass."""
         return AssignedBatch(list(map(function, self.passes)), self.rows)
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -45,7 +45,7 @@ class AssignedBatch:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, or the object's id if it has none."""
+    """Return the memory address of a tensor's storage, or the object's id if it has no storage."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
@@ -53,7 +53,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return a copy of `data` with `function` applied to each tensor at any depth."""
+    """Return a copy of nested `data` with `function` applied to each tensor."""
     if isinstance(data, torch.Tensor):
         return function(data)
     return each_item(lambda item: each_tensor(function, item), data)
@@ -105,7 +105,7 @@ def each_item(function: Callable[[Any], Any], data: Any) -> Any:
 def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
     """Return rows `start` to `stop` - 1 of a batch with `rows` rows.
 
-    Scalars are kept whole. Raises RequestError for data that can't be cut, or whose first dimension
+    Scalars aren't cut. Raises RequestError for data that can't be cut, or whose first dimension
     isn't `rows`.
     """
     # Tensors, arrays, and lists with one item per row, such as texts, can be cut. Numbers and
@@ -137,8 +137,7 @@ def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _has_an_item_for_each_row(data: Any, rows: int) -> bool:
-    """Return whether `data` is a list or tuple with one plain item for each of `rows` rows."""
-    # Texts are plain items, for example.
+    """Return whether `data` is a list or tuple with one plain item, such as a text, per row."""
     if not isinstance(data, (list, tuple)) or not data or len(data) != rows:
         return False
     nested = (list, tuple, MutableMapping)

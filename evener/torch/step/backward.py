@@ -24,10 +24,10 @@ DEPTH, MOST = 8, 32  # maximum depth and number of operations to list before the
 class LossListener(Protocol):
     """Interface of objects that are called with each loss right before its backward pass."""
 
-    def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
+    def note_loss(self, loss: Any, operations: tuple[Any, ...], caller: FrameType) -> None:
         """Called right before the backward pass of a loss.
 
-        `made_of` lists the last operations that computed the loss, and `caller` is the frame that
+        `operations` are the last operations that computed the loss, and `caller` is the frame that
         called `backward`.
         """
 
@@ -56,9 +56,9 @@ def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
     def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:
         listeners = list(_LISTENERS)
         if listeners:
-            made_of, caller = list_operations(self), sys._getframe(1)
+            operations, caller = list_operations(self), sys._getframe(1)
             for listener in listeners:
-                listener.note_loss(self, made_of, caller)
+                listener.note_loss(self, operations, caller)
         return own(self, *arguments, **keywords)
 
     return backward
