@@ -237,7 +237,7 @@ class Rebalancing:
                 "fits": fits,
                 "passes_fit": passes_fit,
                 "step_s": step_s,
-                "fewest": fewest,
+                "min_windows": fewest,
             }
             if self._decide_shares(end, own_work_s, seen, batches):
                 break
