@@ -1,4 +1,4 @@
-"""Synthetic training data as NumPy arrays; nothing is downloaded.
+"""Synthetic training data as NumPy arrays, so that nothing has to be downloaded.
 
 The same arguments always give the same data.
 """
@@ -27,7 +27,7 @@ NOISE = 0.3
 
 
 def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
-    """Return noisy images of digits and their labels, as a small stand-in for MNIST.
+    """Return noisy images of digits and their labels, as a small replacement for MNIST.
 
     The images have shape (rows, 28, 28, 1), with values from 0 to 1. Each digit is at a random
     position. The labels have shape (rows,).
@@ -46,7 +46,7 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _draw_digits() -> Any:
-    """Return the ten digits as images of shape (10, 21, 15)."""
+    """Return images of the ten digits, as an array of shape (10, 21, 15)."""
     # Each dot of the font becomes a square of several pixels.
     glyphs = []
     for text in _FONT:
@@ -56,7 +56,7 @@ def _draw_digits() -> Any:
 
 
 def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:
-    """Return noisy color images of stripes; the label is the direction of the stripes.
+    """Return noisy color images of stripes, labeled by the direction of the stripes.
 
     The images have shape (rows, side, side, 3). The labels have shape (rows,).
     """
@@ -78,7 +78,7 @@ def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tupl
 def sine_waves(
     rows: int, steps: int = 64, features: int = 32, classes: int = 10
 ) -> tuple[Any, Any]:
-    """Return noisy sequences of sine waves; the label is the frequency.
+    """Return noisy sequences of sine waves, labeled by their frequency.
 
     The sequences have shape (rows, steps, features). The labels have shape (rows,).
     """
@@ -95,8 +95,8 @@ def sine_waves(
 def grey_noise(rows: int) -> tuple[Any, Any]:
     """Return images of random grey values from 0 to 255, with random labels.
 
-    The shape is (rows, 28, 28, 1). There is nothing to learn; the data only serves to measure
-    speed.
+    The images have shape (rows, 28, 28, 1). A model can't learn anything from them; they only serve
+    to measure speed.
     """
     random = np.random.default_rng(rows)
     greys = random.integers(0, 256, (rows, SIZE, SIZE, 1), dtype=np.uint8)
@@ -104,9 +104,9 @@ def grey_noise(rows: int) -> tuple[Any, Any]:
 
 
 def text_lengths(rows: int, median: float, sigma: float, longest: int, seed: int = 0) -> Any:
-    """Return lognormal text lengths in tokens, from 1 to `longest`.
+    """Return text lengths in tokens, drawn from a lognormal distribution and limited to `longest`.
 
-    `sigma` is the standard deviation of the lengths' logarithm.
+    They are at least 1. `sigma` is the standard deviation of the lengths' logarithm.
     """
     lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, rows)
     return np.clip(np.rint(lengths), 1, longest).astype(np.int64)

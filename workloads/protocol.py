@@ -1,8 +1,8 @@
 """The interface between a probe process and the model that it trains.
 
-A workload is built once for a worker's setup, then prepared for shares and trained for some steps,
-any number of times. It knows nothing about searches or time limits. If memory runs out, the
-framework's own exception is raised; `evener.balancer.probes` recognises it.
+A workload is built once for a worker's setup. It is then prepared for shares and trained for some
+steps, any number of times. It knows nothing about searches or time limits. If memory runs out, the
+framework's own exception is raised; `evener.balancer.probes` recognizes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BACKENDS = {
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """Settings of one process that trains a workload, alone or as a rank of a group."""
+    """Settings of a process that trains a workload, alone or as a rank of a group."""
 
     # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
     devices: tuple[str, ...]
@@ -53,12 +53,12 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
     @property
     def world(self) -> int:
-        """Number of ranks in the group; 1 without a group."""
+        """The number of ranks in the group; 1 without a group."""
         return max(1, len(self.peers))
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """Seconds that a rank's steps waited for input and ran the optimizer; None if unknown."""
+    """How many seconds a rank's steps waited for input and ran the optimizer; None if unknown."""
 
     input_seconds: float | None = None  # waiting for the rows of a batch
     update_seconds: float | None = None  # the optimizer's own step
@@ -67,7 +67,7 @@ class PhaseSeconds(msgspec.Struct, frozen=True):
 class LinkSpeed(msgspec.Struct, frozen=True):
     """Measured speed of an all-reduce between the ranks.
 
-    `wrong` describes an incorrect result, "" if all were correct.
+    `wrong` describes an incorrect result; "" if all results were correct.
     """
 
     latency_seconds: float
@@ -87,9 +87,10 @@ class Workload(ABC):
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Prepare steps in which each device computes its share of the batch.
 
-        `shares` are rows by device, or by rank in a group; a device with 0 takes no part. `micro`
-        is the largest number of rows per pass on each device; empty: a share is one pass. Resets
-        the memory meter. It is called again whenever the sizes change.
+        `shares` are the rows of each device or, in a group, of each rank. A device with 0 rows
+        takes no part. `micro` is the largest number of rows that each device computes in one pass;
+        if it is empty, each share is one pass. The memory meter is reset. This is called again
+        whenever the sizes change.
         """
 
     def prepare_assigned(
@@ -97,22 +98,25 @@ class Workload(ABC):
     ) -> None:
         """Prepare steps in which rows are assigned to ranks and passes by their lengths.
 
-        - `costs`: for each rank, how its time depends on the number and length of rows.
-        - `tokens`: for each rank, the maximum of tokens in a pass, with padding; 0 for no
-          maximum.
+        This and `prepare_length` are called only if `facts` has `lengths`, a uniform sample of the
+        rows' lengths.
 
-        `shares` are the mean rows of each rank. This and `prepare_length` are called only if
-        `facts` has `lengths`, a uniform sample of the rows' lengths.
+        - `shares`: the mean number of rows of each rank.
+        - `costs`: for each rank, how its time depends on the number and length of rows.
+        - `tokens`: for each rank, the most tokens in a pass, including padding; 0 for no limit.
         """
         raise NotImplementedError
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """Prepare steps in which all rows have about the same length, in tokens."""
+        """Prepare steps in which all rows have about the same length, in tokens.
+
+        `shares` and `micro` are as in `prepare`.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def step(self) -> None:
-        """Train for one step. It may return before the device has finished."""
+        """Train for one step, and return possibly before the device has finished."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -122,81 +126,82 @@ class Workload(ABC):
     def loss_is_finite(self) -> bool:
         """Return whether the latest loss is finite or unknown.
 
-        It is called only when the devices have finished all steps.
+        It is only called when the devices have finished all steps.
         """
 
     def work(self) -> Work | None:
-        """Return the tokens and passes computed so far, or None if rows have no lengths."""
+        """Return the tokens and passes computed so far; None if rows have no lengths."""
         return None
 
     def read_waits(self) -> float | None:
-        """Return the seconds spent on exchanging gradients since the previous reading.
+        """Return how many seconds were spent on exchanging gradients since the previous call.
 
         Waiting for slower ranks is included. None if unknown.
         """
         return None
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of input and optimizer since the previous reading.
+        """Return the seconds of waiting for input and of the optimizer since the previous call.
 
-        It is called only when the devices have finished all steps.
+        It is only called when the devices have finished all steps.
         """
         return PhaseSeconds()
 
-    def keep_batch(self, kept: bool) -> bool:
-        """Train on the same batch in all further steps (`kept`), or on new batches again.
+    def keep_batch(self, keep: bool) -> bool:
+        """Train on one and the same batch from now on (`keep`), or on new batches again.
 
-        The difference in step time is the cost of loading data. Returns False if the workload can't
-        do it. `prepare` switches back to new batches.
+        The difference in step time is the cost of loading data. Returns False if the workload
+        doesn't support it. `prepare` switches back to new batches.
         """
         return False
 
     def measure_link(self) -> LinkSpeed | None:
-        """Measure all-reduce between the ranks. None without a group, or if it isn't supported.
+        """Measure the speed of an all-reduce between the ranks.
 
-        All ranks have to call this at the same time.
+        All ranks have to call this at the same time. None without a group, or if it isn't
+        supported.
         """
         return None
 
     def time_on_device(self) -> float | None:
-        """Return the seconds of a step on the GPU when all its kernels are enqueued beforehand.
+        """Return the seconds of a step on the GPU if all its kernels are enqueued beforehand.
 
-        The difference from a normal step's time is the host's overhead of launching kernels. None
-        if it can't be measured. All ranks have to call this at the same time.
+        The difference from the normal step time is the host's overhead of launching kernels. All
+        ranks have to call this at the same time. None if it can't be measured.
         """
         return None
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
-        """Return each device's peak memory since `prepare`, in bytes; None if unknown."""
+        """Return each device's peak memory since `prepare`, in bytes; None where unknown."""
         return self.memory.read()
 
     def release_memory(self) -> tuple[int | None, ...]:
-        """Free cached memory, and return the bytes still reserved on each device.
+        """Free cached memory, and return the bytes that remain reserved on each device.
 
-        None where it is unknown.
+        None where that is unknown.
         """
         return self.memory.release()
 
     def read_shortage(self) -> str:
-        """Return the error of a step that ran out of memory but was completed, or "".
+        """Return the error of a step that ran out of memory but was completed.
 
-        Such a step's rest is computed in smaller passes. It is "" if there was none since
-        `prepare`. Only a rank of a group completes such a step, because the others wait for it.
+        In a group, the other ranks wait for such a step, so the rank computes the rest of it in
+        smaller passes. "" if there was none since `prepare`.
         """
         return ""
 
     @property
-    def updates(self) -> bool:
+    def is_updating(self) -> bool:
         """Whether the optimizer is updating the weights, or its last update failed.
 
-        An error then leaves the weights inconsistent. False if that is unknown.
+        If an error occurs meanwhile, the weights may be inconsistent. False if that is unknown.
         """
         return False
 
     def recover(self) -> bool:
         """Clean up after a step that ran out of memory, and return whether training can go on.
 
-        It can if the workload is back in its state before that step, and may be prepared again.
+        If it can, the workload is in the state before that step, and may be prepared again.
         """
         return False
 
@@ -206,7 +211,7 @@ class Workload(ABC):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A workload that can be chosen by name."""
+    """A workload in the registry, which can be chosen by its name."""
 
     name: str
     framework: Literal["tensorflow", "torch", "none"]
@@ -223,14 +228,14 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the settings that are parameters of the function."""
+    """Return only those settings that are parameters of the function."""
     return {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
 
 
 class MemoryMeter:
-    """Measures the peak memory of this process, above what it held when the meter was created.
+    """Measures the peak memory of this process, above what it used when the meter was created.
 
-    GPU backends replace it by a meter of GPU memory. Create it before the model.
+    Create it before the model. On GPUs, a meter of GPU memory is used instead.
     """
 
     def __init__(self, devices: int) -> None:
@@ -239,15 +244,15 @@ class MemoryMeter:
         self._before = _status_bytes("VmRSS") or 0
 
     def reset(self) -> None:
-        """Reset the peak to the memory in use now."""
+        """Reset the peak to the memory that is in use now."""
         _return_unused()
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
 
     def read(self) -> tuple[int | None, ...]:
-        """Return the peak in bytes for each device; None if several devices share the process.
+        """Return the peak memory of each device, in bytes.
 
-        None also if the kernel doesn't report it.
+        None if several devices share the process, or if the kernel doesn't report it.
         """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:
@@ -255,20 +260,20 @@ class MemoryMeter:
         return (max(0, peak - self._before),)
 
     def release(self) -> tuple[int | None, ...]:
-        """Free cached memory, and return the bytes still reserved on each device.
+        """Free cached memory, and return the bytes that remain reserved on each device.
 
-        On a CPU this does nothing, and all values are None.
+        On a CPU, this does nothing and returns None for each device.
         """
         return (None,) * self._devices
 
-    def held(self) -> int:
-        """Return the bytes of memory in use now, or 0 if the kernel doesn't report them."""
+    def used_bytes(self) -> int:
+        """Return the bytes of memory in use now; 0 if the kernel doesn't report them."""
         _return_unused()
         return _status_bytes("VmRSS") or 0
 
 
 def _return_unused() -> None:
-    """Return heap memory that the C library no longer uses to the kernel."""
+    """Give heap memory that the C library no longer uses back to the kernel."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""The built-in workloads, and the search for a workload by name.
+"""The built-in workloads, and functions that find and build a workload by its name.
 
 No framework is imported until a workload is built.
 """
@@ -41,7 +41,10 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
 def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
-    """Make the registry entry of a built-in model, whose framework follows from its name."""
+    """Make the registry entry of a built-in model.
+
+    The prefix of the name says which framework it uses.
+    """
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
     return Entry(
         name, framework, f"{BACKENDS[framework]}.models:build", summary, source, settings, **limits
@@ -142,25 +145,26 @@ _ENTRIES = {entry.name: entry for entry in _TABLE}
 
 
 def names(framework: str = "") -> tuple[str, ...]:
-    """Return the names of all workloads, or of the workloads for one framework."""
+    """Return the names of all built-in workloads, or of those for one framework."""
     return tuple(entry.name for entry in _ENTRIES.values() if framework in ("", entry.framework))
 
 
 def add(entry: Entry) -> None:
-    """Register a workload, replacing one of the same name."""
+    """Register a workload; it replaces one of the same name."""
     _ENTRIES[entry.name] = entry
 
 
 def default_name(framework: str, on_cpu: bool) -> str:
-    """Return the workload to use if the user names none: a smaller one on CPUs."""
+    """Return the workload that is used if the user names none; on CPUs, it is a smaller one."""
     return f"{framework.replace('tensorflow', 'keras')}_{'mnist' if on_cpu else 'maxer'}"
 
 
 def find(name: str, framework: str = "") -> Entry:
-    """Return the workload of this name: a built-in one, or the user's own as `train.py:build`.
+    """Return the workload with this name.
 
-    Raises `RequestError` if there is none, or if it belongs to another framework. The user's file
-    is parsed, but not run.
+    It is a built-in one, or the user's own function, named as `train.py:build`. The user's file is
+    parsed, but not run. Raises `RequestError` if there is no such workload, or if it belongs to
+    another framework.
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(
@@ -185,16 +189,16 @@ def find(name: str, framework: str = "") -> Entry:
     return entry
 
 
-def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the workload's settings, with the given values in place of defaults.
+def resolve_settings(entry: Entry, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the workload's settings: the given values, and defaults for the others.
 
-    Values may be text. Settings of the user's own function are returned unchecked. Raises
-    `RequestError` for an unknown setting, a wrong type or a value below the minimum.
+    Values may be text. Settings of the user's own function aren't checked. Raises `RequestError`
+    for an unknown setting, a wrong type or a value below the minimum.
     """
     if ":" in entry.name:
-        return dict(given)
+        return dict(values)
     settings = dict(entry.settings)
-    for key, value in given.items():
+    for key, value in values.items():
         if key not in settings:
             known = _listed(tuple(settings), key)
             raise RequestError(f"{entry.name} has no setting {key!r}.", f"It has {known}.")
@@ -215,9 +219,9 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_imports(name: str, framework: str) -> tuple[str, ...]:
-    """Return modules that this workload's processes can import early, before it is built.
+    """Return modules that the workload's processes can import before it is built.
 
-    Empty if the workload can't be found or read. Each is "module" or "module:name".
+    Each is written as "module" or "module:name". Empty if the workload can't be found or read.
     """
     from . import user_code
 

@@ -1,6 +1,6 @@
-"""The user's own model functions: finding, checking, importing and calling them.
+"""Find, check, import and call the user's own functions that build a model.
 
-No framework is imported here, only by the user's own code.
+No framework is imported here, except by the user's own code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PACKAGES = {
     "torch": {"accelerate", "lightning", "pytorch_lightning", "torch", "transformers", "trl"},
 }
 # libraries that start neither CUDA nor threads on import; bitsandbytes doesn't because the fork
-# server calls `keep_driver_unstarted`
+# server calls `prevent_cuda_initialization`
 LIBRARIES = frozenset(
     (
         "accelerate",
@@ -62,7 +62,7 @@ class UserCodeError(EvenerError):
 
 
 class UserModule(NamedTuple):
-    """What the user's function returned, and the data functions defined in the same module."""
+    """What the user's function has returned, and the data functions of the same module."""
 
     result: Any
     sample_batch: Callable[..., Any] | None
@@ -71,16 +71,16 @@ class UserModule(NamedTuple):
 
 
 def entry(name: str, framework: str) -> Entry:
-    """Return a registry entry for the user's function, named as `train.py:build`.
+    """Return a registry entry for the user's function, which is named as `train.py:build`.
 
-    It may also be in a module, as `package.module:build`. The file is parsed, but not run. Raises
-    `RequestError` if the name is malformed or the function doesn't exist, and `UserCodeError` for a
-    syntax error.
+    A name in a module, such as `package.module:build`, works too. The file is parsed, but not run.
+    Raises `RequestError` if the name is malformed or the function doesn't exist, and
+    `UserCodeError` for a syntax error.
     """
     home, _, attribute = name.rpartition(":")
     if not home or not attribute.isidentifier():
         if names_a_file(home or attribute):
-            raise _without_function(name, Path(home or attribute))
+            raise _missing_function_error(name, Path(home or attribute))
         raise RequestError(
             f"{name!r} doesn't name a function.",
             "Write it as train.py:build or package.module:build.",
@@ -99,13 +99,13 @@ def entry(name: str, framework: str) -> Entry:
     )
 
 
-def names_a_file(home: str) -> bool:
-    """Return whether a name means a Python file rather than a module."""
-    return home.endswith(".py") or "/" in home
+def names_a_file(name: str) -> bool:
+    """Return whether a name is that of a Python file, not of a module."""
+    return name.endswith(".py") or "/" in name
 
 
 def guess_framework(name: str) -> str:
-    """Return the framework that the user's file imports, or "tensorflow" if that isn't clear.
+    """Return the framework that the user's file imports; "tensorflow" if that isn't clear.
 
     Raises `RequestError` if the file can't be read, and `UserCodeError` for a syntax error.
     """
@@ -117,7 +117,7 @@ def guess_framework(name: str) -> str:
 
 
 def script_framework(script: Path) -> str:
-    """Return the framework that a script imports, or "" if it imports none or both."""
+    """Return the framework that a script imports; "" if it imports none or both."""
     imported: list[str] = []
     with suppress(EvenerError):
         imported = [name for node in ast.walk(_parsed(script)) for name in list_imports(node)]
@@ -128,9 +128,9 @@ def script_framework(script: Path) -> str:
 
 
 def list_imports(node: ast.AST) -> list[str]:
-    """Return what a statement imports, as "module" or "module:name".
+    """Return what an import statement imports, as "module" or "module:name".
 
-    Empty for relative imports and other statements.
+    Empty for relative imports and for other statements.
     """
     if isinstance(node, ast.ImportFrom) and not node.level:
         return [f"{node.module}:{alias.name}" for alias in node.names]
@@ -143,7 +143,7 @@ def package_of(name: str) -> str:
 
 
 def find_library_imports(script: Path) -> tuple[str, ...]:
-    """Return the libraries imported at a script's top level that can be imported early.
+    """Return what a script imports at its top level from libraries that can be imported early.
 
     Empty if the script may set environment variables, because libraries read them on import.
     """
@@ -169,7 +169,7 @@ def _may_set_variables(tree: ast.AST) -> bool:
 
 
 def _list_reads(node: ast.AST) -> list[ast.expr]:
-    """Return the parts of an expression that it reads without changing them."""
+    """Return the parts of an expression that are only read, not changed."""
     if isinstance(node, ast.Subscript):
         return [node.value] if isinstance(node.ctx, ast.Load) else []
     if isinstance(node, ast.Attribute):
@@ -180,7 +180,7 @@ def _list_reads(node: ast.AST) -> list[ast.expr]:
 class UserFunction(NamedTuple):
     """The user's function with its arguments.
 
-    `takes_model` is True if one argument is a model that the user's `load_model` has made.
+    `takes_model` is True if one of the arguments is a model made by the user's `load_model`.
     """
 
     module: ModuleType
@@ -201,8 +201,8 @@ class UserFunction(NamedTuple):
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:
     """Import and call the user's function.
 
-    Raises `RequestError` if there is no such function or the settings don't fit its parameters.
-    Exceptions of the user's code are passed on.
+    Raises `RequestError` if the function doesn't exist, or if the settings don't fit its
+    parameters. Exceptions of the user's code are passed on.
     """
     return find_function(name, settings).call()
 
@@ -211,8 +211,8 @@ def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
     """Import the user's function, and prepare its arguments from the settings.
 
     If it has a required parameter `model` and its module has a function `load_model`, that is
-    called first. Raises `RequestError` if the function doesn't exist or the settings don't fit its
-    parameters. Exceptions of the user's code are passed on.
+    called first. Raises `RequestError` if the function doesn't exist, or if the settings don't fit
+    its parameters. Exceptions of the user's code are passed on.
     """
     home, _, attribute = name.rpartition(":")
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)
@@ -235,7 +235,7 @@ def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
 
 
 def _needs_model(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
-    """Return whether the function requires a parameter `model` that isn't given."""
+    """Return whether the function requires a parameter `model` that isn't among the arguments."""
     parameter = inspect.signature(function).parameters.get(MODEL)
     if parameter is None or MODEL in arguments:
         return False
@@ -255,9 +255,9 @@ def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping
 
 
 def find_line(error: BaseException, name: str = "") -> str:
-    """Return `FILE:LINE` of the user's code where an error occurred, or "".
+    """Return where in the user's code an error occurred, as `FILE:LINE`; "" if unknown.
 
-    The file of the workload `name` counts as user code even in an installed package.
+    The file of the workload `name` counts as user code even if it is in an installed package.
     """
     # An error from a TensorFlow graph has its lines only in its message, so the message is searched
     # too.
@@ -276,7 +276,10 @@ INSTALLED = {"site-packages", "dist-packages"}
 
 
 def is_user_file(file: str) -> bool:
-    """Return whether a file belongs to the user, not to Python, evener or an installed package."""
+    """Return whether a file is the user's own.
+
+    It isn't if it belongs to Python, to evener or to an installed package.
+    """
     folders = [
         Path(evener.__file__).parent,
         *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))),
@@ -341,11 +344,13 @@ def _parsed(path: Path) -> ast.Module:
         ) from None
 
 
-def _without_function(name: str, path: Path) -> RequestError:
-    """Return the error for a workload name without a function, with suggestions from the file."""
-    # Its remedy lists the functions that could return the model.
+def _missing_function_error(name: str, path: Path) -> RequestError:
+    """Return the error for a workload name without a function.
+
+    It suggests functions of the file that may return the model.
+    """
     functions = [node for node in _functions(path) if _could_build(node)]
-    free = _callable_as_they_are(functions)
+    free = _without_required_arguments(functions)
     known = " or ".join(node.name for node in free or functions)
     could = f"it could be {known}" if known else "it has none yet that could give a model"
     return RequestError(f"{name} doesn't name a function.", f"Write {path}:FUNCTION; {could}.")
@@ -357,10 +362,10 @@ _BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
 
 
 def find_models(folder: Path) -> tuple[str, ...]:
-    """Return functions that may build a model, in Python files of a folder, as `train.py:build`.
+    """Return functions that may build a model, in the Python files of a folder.
 
-    Likely names come first, then recently changed files. No file is run. Files that import no
-    framework, or can't be parsed, are left out.
+    They are named as `train.py:build`. Likely names come first, then recently changed files. No
+    file is run. Files that import no framework, or that can't be parsed, are left out.
     """
     with suppress(OSError):
         files = [path for path in folder.glob("*.py") if _is_small_file(path)]
@@ -379,14 +384,14 @@ def _list_models(path: Path) -> list[str]:
     if not script_framework(path):
         return []
     functions = [node for node in _functions(path) if _could_build(node)]
-    ready = _callable_as_they_are(functions)
+    ready = _without_required_arguments(functions)
     return [f"{path.name}:{node.name}" for node in ready if node.name != "main"]
 
 
-def _callable_as_they_are(functions: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
+def _without_required_arguments(functions: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
     """Return the functions that can be called without arguments from the user.
 
-    A parameter `model` is allowed if the file has `load_model`.
+    A parameter `model` is allowed if `load_model` is among the functions.
     """
     found = [*functions]
     given = {MODEL} if any(node.name == LOADS_MODEL for node in found) else set()
@@ -406,7 +411,10 @@ def _rank_model(name: str) -> int:
 
 
 def _could_build(function: ast.FunctionDef) -> bool:
-    """Return whether a function may build a model: public, returns a value, no data function."""
+    """Return whether a function may build a model.
+
+    It may if it is public, returns a value and isn't one of the data functions.
+    """
     # The data functions are `sample_batch`, `training_data` and `lengths`.
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False
@@ -414,7 +422,7 @@ def _could_build(function: ast.FunctionDef) -> bool:
 
 
 def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
-    """Yield the return statements of a function, but not of functions inside it."""
+    """Yield the return statements of a function, without those of functions inside it."""
     left: list[ast.AST] = [*function.body]
     while left:
         node = left.pop()

@@ -39,8 +39,8 @@ from evener.system.taken_cores import (
 from evener.workloads import user_code
 from evener.workloads.protocol import Workload
 from evener.workloads.torch_backend.driver_free_imports import (
-    keep_driver_unstarted,
-    start_driver,
+    initialize_cuda,
+    prevent_cuda_initialization,
 )
 
 from . import protocol
@@ -62,9 +62,9 @@ def main() -> None:
     adopt_orphans()
     faulthandler.register(protocol.STACK_SIGNAL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [protocol.STACK_SIGNAL])
-    keep_driver_unstarted()
+    prevent_cuda_initialization()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        import_first(sys.argv[2:], start_driver)
+        import_first(sys.argv[2:], initialize_cuda)
         ForkServer(channel, run_child).serve()
 
 
@@ -178,7 +178,7 @@ class Worker:
             return reply
         if self._workload is None:
             return msgspec.structs.replace(reply, fits_no_rows=True)
-        updates = self._workload.updates
+        updates = self._workload.is_updating
         gc.unfreeze()
         gc.enable()
         seen: BaseException | None = error

@@ -1,4 +1,4 @@
-"""Built-in Keras models, with batches of synthetic data."""
+"""Built-in Keras models, and functions that make batches of synthetic data for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def maxer(learning_rate: float = 0.001) -> Any:
 
 
 def maxer_batch(rows: int) -> tuple[Any, Any]:
-    """Return random images and one-hot labels."""
+    """Return a batch of random images with one-hot labels."""
     x, labels = grey_noise(rows)
     return x, np.eye(10, dtype=np.float32)[labels]
 
@@ -102,10 +102,10 @@ def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> 
 
 
 def tower_devices(setup: WorkerSetup) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the devices of the layers of each tower.
+    """Return the device of each layer of the first tower, and of each layer of the second tower.
 
     The layers are embedding, convolution, pooling, flattening and dense. With the placement
-    "towers", the second tower is on the second device, except the shared embedding. With
+    "towers", the second tower is on the second device, except the embedding, which both share. With
     "alternate", both towers change devices from layer to layer.
     """
     first, second = setup.devices[:2]
@@ -123,8 +123,8 @@ def towers(
 ) -> Any:
     """Return a compiled model with two convolutional towers that predicts ratings from reviews.
 
-    The towers share an embedding. `devices` gives the devices of each tower's layers; None leaves
-    them to TensorFlow. Raises `RequestError` if the kernel isn't shorter than the reviews.
+    The towers share an embedding. `devices` has the devices of each tower's layers; if it is None,
+    TensorFlow chooses. Raises `RequestError` if the kernel isn't shorter than the reviews.
     """
     words = sizes["words"]
     kernel = sizes["kernel"]
@@ -157,32 +157,33 @@ def towers(
 
 
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
-    """Adam that converts sparse gradients, such as those of embeddings, to dense tensors.
+    """Adam that first converts sparse gradients, such as those of embeddings, to dense tensors.
 
-    On one device, Keras' own Adam would square each look-up's gradient separately, and learn
-    differently from a group of processes.
+    On one device, Keras' own Adam would square the gradient of each look-up separately. The model
+    would then learn differently than in a group of processes.
     """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Update the variables with dense gradients."""
+        """Convert the gradients to dense tensors, and update the variables with them."""
         dense = [None if grad is None else tf.convert_to_tensor(grad) for grad in grads]
         super().apply(dense, trainable_variables)
 
 
 class AdamInPlace(DenseAdam):
-    """Adam that updates each weight on the weight's own device."""
+    """Adam that updates each weight on the device where the weight is."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Update one weight on its device."""
+        """Update one weight on its own device."""
         weight = variable if isinstance(variable, tf.Variable) else variable.value
         with tf.device(weight.device):
             super().update_step(gradient, variable, learning_rate)
 
 
 def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict[str, Any]:
-    """Train the two-tower model for one step, with each layer and its gradient on one device.
+    """Train the two-tower model for one step, with its layers placed on several devices.
 
-    `places` are the devices of each tower's layers.
+    `places` has the devices of each tower's layers. The gradient of a layer is computed on the
+    layer's device.
     """
     x, y = batch
     variables = model.trainable_variables
@@ -200,17 +201,20 @@ def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict
     return {"loss": loss}
 
 
-def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
-    """Return the output of one tower, each of its layers computed on the given device."""
+def call_tower(model: Any, tower: str, devices: Sequence[str], inputs: Any) -> Any:
+    """Return the output of one tower, with each layer computed on its device.
+
+    `tower` is the tower's name, and `devices` are the devices of its layers.
+    """
     names = ("words", *(f"{tower}_{kind}" for kind in TOWER))
-    for name, device in zip(names, places, strict=True):
+    for name, device in zip(names, devices, strict=True):
         with tf.device(device):
-            flow = model.get_layer(name)(flow)
-    return flow
+            inputs = model.get_layer(name)(inputs)
+    return inputs
 
 
 def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any, Any]:
-    """Return synthetic reviews of users and items as token ids, and their ratings from 1 to 5.
+    """Return synthetic reviews by users and of items as token ids, and ratings from 1 to 5.
 
     The result is ((users, items), ratings). The token ids have shape (rows, words), the ratings
     (rows, 1). A rating depends on how similar the two reviews are.

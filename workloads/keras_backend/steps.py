@@ -1,4 +1,4 @@
-"""Training steps of a Keras model by the shares and passes of a probe."""
+"""Training steps of a Keras model, with the shares and passes of a probe."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 class KerasSteps:
     """Runs a model's training steps on one device, on several, or in a group of processes.
 
-    `placed` replaces the step for a model whose layers are on several devices. Raises
-    `RequestError` if a step over several devices is to be compiled by XLA.
+    `placed_step` is the train step of a model whose layers are on several devices. Raises
+    `RequestError` if XLA is to compile a step over several devices.
     """
 
-    def __init__(self, setup: WorkerSetup, placed: TrainStep | None = None) -> None:
+    def __init__(self, setup: WorkerSetup, placed_step: TrainStep | None = None) -> None:
         self.setup = setup
-        self._placed = placed
+        self._placed_step = placed_step
         self._devices = setup.peers if setup.world > 1 else setup.devices
         several = len(self._devices) > 1
         if setup.xla and several:
@@ -47,7 +47,7 @@ class KerasSteps:
                 "task": {"type": "worker", "index": setup.rank},
             }
             os.environ["TF_CONFIG"] = json.dumps(workers)
-        if placed:
+        if placed_step:
             self.engine = "placed"
         elif setup.world > 1:
             self.engine = "multiworker"
@@ -75,43 +75,41 @@ class KerasSteps:
     def attach(self, model: Any) -> None:
         """Set the model to train.
 
-        In a group, every process has to call this; all start with the first one's weights.
+        In a group, every process has to call this. All then start with the weights of the first
+        one.
         """
         self.model = model
         model.jit_compile = self.setup.xla
-        self._use_split(self._devices, passes=False)
+        self._use_split(self._devices, in_passes=False)
 
-    def _use_split(self, devices: tuple[str, ...], passes: bool) -> None:
-        """Use a train function for these devices.
+    def _use_split(self, devices: tuple[str, ...], in_passes: bool) -> None:
+        """Use a train function for these devices, and make it if it doesn't exist yet.
 
-        `passes` tells whether it must support gradient accumulation.
+        `in_passes` says whether it has to support gradient accumulation.
         """
-        # The model's train function for that `Split` is created on first use.
         model = self.model
         split = self.split
-        if (devices, passes) not in self._made:
+        if (devices, in_passes) not in self._made:
             split.model(model)
-            if self._placed is not None:
-                model.train_step = partial(self._placed, model)
+            if self._placed_step is not None:
+                model.train_step = partial(self._placed_step, model)
             model.make_train_function(force=True)
             # `fit` would inspect the first batch, but towers have it in pieces
             if self.setup.input == "device":
                 if self.engine == "towers":
                     model.train_step = partial(train_on_pieces, Towers(model, devices, split.cut))
                 type(model).make_train_function(model, force=True)
-            self._made[devices, passes] = split, model.train_function, model.fit.hooks.times
-        self.split, model.train_function, self.times = self._made[devices, passes]
+            self._made[devices, in_passes] = split, model.train_function, model.fit.hooks.times
+        self.split, model.train_function, self.times = self._made[devices, in_passes]
 
-    def move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
+    def set_shares(self, shares: Sequence[int], micro: Sequence[int]) -> None:
         """Change the shares and passes of the next steps.
 
-        A device with a share of 0 is left out.
-
-        Raises `RequestError` if this process would have no rows, or if passes aren't possible.
-        There has to be a share for each device.
+        There has to be a share for each device. A device with a share of 0 is left out. Raises
+        `RequestError` if this process would have no rows, or if passes aren't possible.
         """
         self._check(shares, micro)
-        if self._placed:
+        if self._placed_step:
             return
         devices = tuple(name for name, share in zip(self._devices, shares, strict=True) if share)
         sizes = [[rows for rows in each if rows] for each in (shares, micro)]
@@ -123,22 +121,24 @@ class KerasSteps:
 
     def _check(self, shares: Sequence[int], micro: Sequence[int]) -> None:
         setup = self.setup
-        if micro and (self._placed or setup.xla or setup.input == "device"):
+        if micro and (self._placed_step or setup.xla or setup.input == "device"):
             raise RequestError(
                 "Placements, XLA and --input device take no passes.", "Give --micro off."
             )
-        if not self._placed and (len(shares) != len(self._devices) or not any(self.own(shares))):
+        if not self._placed_step and (
+            len(shares) != len(self._devices) or not any(self.own_sizes(shares))
+        ):
             raise RequestError(
                 f"Rank {setup.rank} can't step with the shares {tuple(shares)}.",
                 "Give one for each device; in a group, each process needs one above 0.",
             )
 
-    def own(self, sizes: Sequence[int]) -> list[int]:
-        """Return the entries of `sizes` that belong to this process's devices, without zeros.
+    def own_sizes(self, sizes: Sequence[int]) -> list[int]:
+        """Return those of `sizes` that belong to this process's devices, without zeros.
 
-        If the model's parts are on several devices, it is only the sum of `sizes`.
+        If the layers are placed on several devices, this is only the sum of `sizes`.
         """
-        if self._placed is not None:
+        if self._placed_step is not None:
             return [sum(sizes)]
         setup = self.setup
         own = sizes[setup.rank : setup.rank + 1] if setup.world > 1 else sizes
@@ -147,9 +147,9 @@ class KerasSteps:
     def send(self, batch: Any, shares: Sequence[int]) -> Any:
         """Copy a batch to the devices, in the form that the train function expects.
 
-        With towers, the first device gets the labels of all rows.
+        If one process computes on several devices, the first device gets the labels of all rows.
         """
-        own = self.own(shares)
+        own = self.own_sizes(shares)
         if self.engine == "towers":
             x, y = batch
             edges = zip(self.split.devices, pairwise([0, *accumulate(own)]), strict=True)
@@ -166,9 +166,9 @@ class KerasSteps:
 
 
 def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
-    """Train on a batch whose pieces are on the devices already.
+    """Train on a batch that is already divided among the devices.
 
-    `batch` has each device's inputs, then the labels of all rows.
+    `batch` has the inputs of each device, and then the labels of all rows.
     """
     *pieces, y = batch
     sizes = [count_rows(piece) for piece in pieces]
@@ -183,7 +183,7 @@ def slice_rows(data: Any, start: int, stop: int) -> Any:
 
 
 def _put(data: Any, scope: AbstractContextManager[Any]) -> Any:
-    """Copy the arrays of a nested structure to the device of the scope."""
+    """Copy the arrays of a nested structure to the device of a scope, such as `tf.device(...)`."""
     # through tensors in host memory
     with tf.device("CPU:0"):
         loaded = keras.tree.map_structure(tf.convert_to_tensor, data)

@@ -1,7 +1,7 @@
-"""Workloads from the user's own function that returns a compiled Keras model.
+"""Workloads made from the user's own function that returns a compiled Keras model.
 
-Rows come from a function `training_data()` or `sample_batch(n)` beside it; without either, random
-rows are made from the model's input shapes.
+Rows come from a function `training_data()` or `sample_batch(n)` in the same module. If it has
+neither, random rows are made from the model's input shapes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .workload import KerasRecipe, KerasWorkload, SampleBatch
 
 
 def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
-    """Build the user's model, named as `train.py:build`, as a workload."""
+    """Make a workload from the user's function, which is named as `train.py:build`."""
     return KerasWorkload(setup, partial(load_recipe, name, settings))
 
 
@@ -29,7 +29,8 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
     """Call the user's function and return its model and data.
 
     If there is no `sample_batch`, random batches are made from the model's input shapes. Raises
-    `RequestError` if the result isn't a compiled Keras model, or if there is a function `lengths`.
+    `RequestError` if the result isn't a compiled Keras model, or if the module has a function
+    `lengths`.
     """
     own = user_code.load(name, settings)
     model = own.result
@@ -59,7 +60,7 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
 
 
 def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
-    """Call the user's `sample_batch`, and check the result.
+    """Call the user's `sample_batch`, check its result, and return it.
 
     Raises `RequestError` if it isn't a pair, or if an array doesn't have `rows` rows.
     """
@@ -78,8 +79,8 @@ def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, 
 def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
     """Return a random batch that fits the model's inputs and losses.
 
-    Raises `RequestError` if the model doesn't know its input shapes. An axis of open length raises
-    it, too.
+    Raises `RequestError` if the model doesn't know its input shapes, or if an axis other than the
+    first has no fixed length.
     """
     random = np.random.default_rng(rows)
     if not model.built or not model.inputs:
@@ -96,9 +97,11 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _structures(model: Any) -> tuple[Any, Any]:
-    """Return the model's inputs and outputs in the structure of its batches."""
-    # A Sequential model has lists of inputs and outputs, but is called with a single tensor. So its
-    # first input and first output are returned.
+    """Return the model's inputs and outputs, nested as in its batches.
+
+    A Sequential model has lists of them but is called with a single tensor, so its first input and
+    output are returned.
+    """
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
     return model.input, model.output
@@ -113,8 +116,10 @@ def _input(random: Any, rows: int, tensor: Any, model: Any) -> Any:
 
 
 def _label(rows: int, tensor: Any, loss: str) -> Any:
-    """Return labels that fit an output and its loss."""
-    # They are 0 for a sparse loss, otherwise one-hot rows.
+    """Return labels that fit an output and its loss.
+
+    They are 0 for a sparse loss, and otherwise one-hot.
+    """
     shape = _closed(tensor)
     if "sparse" in loss:
         return np.zeros((rows, *shape[:-1]), np.int64)
@@ -143,7 +148,9 @@ def _loss_names(model: Any, outputs: int) -> list[str]:
 
 
 def _vocabulary(model: Any) -> int:
-    """Return the smallest vocabulary of the model's embeddings; 2 without embeddings."""
-    # All embeddings accept token ids below it.
+    """Return the smallest vocabulary of the model's embeddings; 2 without embeddings.
+
+    All embeddings accept token ids below it.
+    """
     sizes = [layer.input_dim for layer in model.layers if isinstance(layer, keras.layers.Embedding)]
     return min(sizes, default=2)

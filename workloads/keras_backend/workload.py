@@ -1,10 +1,11 @@
 """Workloads made of a compiled Keras model and its training data.
 
-Steps are the same as in `fit`: one traced function with relaxed shapes for all batch sizes, and
-batches from host memory through the training's own input pipeline.
+Steps are the same as in `fit`: one traced function with relaxed shapes computes all batch sizes,
+and batches come from host memory through the input pipeline that training uses.
 
 Rows of the user's `training_data` are read as in training. If there is only `sample_batch`, it is
-called once for more rows than fit in a processor's cache, which are then reused in random order.
+called once for more rows than fit in a processor's cache. These rows are then reused in random
+order.
 """
 
 from __future__ import annotations
@@ -41,39 +42,40 @@ MOST_ROWS = 1 << 16
 class KerasData(NamedTuple):
     """Training data of a Keras workload.
 
-    `batches` makes endless batches for a `Split` and a batch size.
+    `batches` returns endless batches for a `Split` and a batch size.
     """
 
     batches: Callable[[Split, int], Any]
     rows: int = 0  # rows per epoch; 0: unknown
 
 
-def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
+def make_row_data(arrays: tuple[Any, ...], is_synthetic: bool = False) -> KerasData:
     """Return training data that draws shuffled batches from arrays.
 
-    With `made`, the rows are synthetic, so their number isn't reported as the size of the data set.
+    With `is_synthetic`, the number of rows isn't reported as the size of the data set.
     """
     length = array_rows(arrays)
 
     def batches(split: Split, batch: int) -> Any:
         rows = batch * max(1, length // batch)
-        made = ArrayBatches(arrays, batch, shuffle=True, rows=rows)
+        loader = ArrayBatches(arrays, batch, shuffle=True, rows=rows)
         if split.group is None:
-            return made.global_batches(endless=True)
-        return made.own_rows(split.cut, split.group.rank, endless=True)
+            return loader.global_batches(endless=True)
+        return loader.own_rows(split.cut, split.group.rank, endless=True)
 
-    return KerasData(batches, 0 if made else length)
+    return KerasData(batches, 0 if is_synthetic else length)
 
 
-def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
+def make_stream_data(make_dataset: Callable[[int], Any], rows: int = 0) -> KerasData:
     """Return training data from a function that makes a `tf.data.Dataset` for a batch size.
 
-    Batches of another size, such as the last one of an epoch, are skipped. The batches raise
-    `RequestError` if the function returns something else, or batches of the wrong size.
+    Batches of another size, such as the last one of an epoch, are skipped. If the function returns
+    something else or batches of the wrong size, `RequestError` is raised when batches are
+    requested.
     """
 
     def batches(_: Split, batch: int) -> Any:
-        data = make(batch)
+        data = make_dataset(batch)
         if not isinstance(data, tf.data.Dataset):
             raise RequestError(
                 f"training_data() gives an object of type {type(data).__name__} for a batch "
@@ -97,7 +99,7 @@ def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
     return KerasData(batches, rows)
 
 
-def pool(sample_batch: SampleBatch) -> KerasData:
+def make_pool_data(sample_batch: SampleBatch) -> KerasData:
     """Return training data of rows made by `sample_batch`, as many as fit in 64 MiB.
 
     There are at least 64 and at most 65,536 rows.
@@ -108,34 +110,37 @@ def pool(sample_batch: SampleBatch) -> KerasData:
     with tf.device("CPU:0"):
         return make_row_data(
             keras.tree.map_structure(tf.convert_to_tensor, as_arrays(sample_batch(count))),
-            made=True,
+            is_synthetic=True,
         )
 
 
-def as_training_data(given: Any) -> KerasData:
-    """Convert the result of the user's `training_data()`.
+def as_training_data(data: Any) -> KerasData:
+    """Convert what the user's `training_data()` has returned.
 
     It may be a tuple (x, y) or (x, y, weights), a `tf.data.Dataset` of single samples, or a
     function that returns a dataset for a batch size. Raises `RequestError` for anything else.
     """
-    if isinstance(given, tf.data.Dataset):
-        rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
-        return make_stream_data(lambda batch: given.batch(batch).prefetch(tf.data.AUTOTUNE), rows)
-    if callable(given):
-        return make_stream_data(given)
-    if not isinstance(given, tuple) or len(given) not in (2, 3):
+    if isinstance(data, tf.data.Dataset):
+        rows = max(0, int(data.cardinality()))  # negative: unknown, or endless
+        return make_stream_data(lambda batch: data.batch(batch).prefetch(tf.data.AUTOTUNE), rows)
+    if callable(data):
+        return make_stream_data(data)
+    if not isinstance(data, tuple) or len(data) not in (2, 3):
         raise RequestError(
-            f"training_data() gives an object of type {type(given).__name__}.",
+            f"training_data() gives an object of type {type(data).__name__}.",
             (
                 "Return arrays (x, y), a tf.data.Dataset of single samples, or a function that "
                 "makes one of n-row batches."
             ),
         )
-    return make_row_data(as_arrays(given))
+    return make_row_data(as_arrays(data))
 
 
 def as_arrays(data: tuple[Any, ...]) -> Any:
-    """Convert the leaves of a nested structure to NumPy arrays, floats in Keras's default type."""
+    """Convert the leaves of a nested structure to NumPy arrays.
+
+    Floating-point numbers are converted to Keras's default type.
+    """
 
     def convert(each: Any) -> Any:
         array = np.asarray(each)
@@ -153,9 +158,9 @@ class KerasRecipe(NamedTuple):
 
 
 class KerasWorkload(Workload):
-    """A Keras model that is trained by a probe.
+    """A Keras model that a probe trains.
 
-    `placed` replaces the train step of a model whose layers are on several devices. Raises
+    `placed_step` is the train step of a model whose layers are on several devices. Raises
     `RequestError` for a setup that Keras doesn't support.
     """
 
@@ -163,7 +168,7 @@ class KerasWorkload(Workload):
         self,
         setup: WorkerSetup,
         build_recipe: Callable[[], KerasRecipe],
-        placed: TrainStep | None = None,
+        placed_step: TrainStep | None = None,
     ) -> None:
         self.setup = setup
         configure(setup)
@@ -171,7 +176,7 @@ class KerasWorkload(Workload):
         self.memory = (
             AllocatorMemory(setup.devices) if self._on_gpus else MemoryMeter(len(setup.devices))
         )
-        self.steps = KerasSteps(setup, placed)
+        self.steps = KerasSteps(setup, placed_step)
         with self.steps.split.scope():
             self.model, self.sample_batch, training_data = build_recipe()
             row = as_arrays(self.sample_batch(1))
@@ -192,36 +197,36 @@ class KerasWorkload(Workload):
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Prepare steps with these shares and passes, and reset the memory meter.
 
-        Raises `TooManyElementsError` if a pass on a GPU has too many rows for TensorFlow's kernels.
-        Raises `RequestError` if this process would have no rows.
+        See `Workload.prepare`. Raises `TooManyElementsError` if a pass on a GPU has too many rows
+        for TensorFlow's kernels. Raises `RequestError` if this process would have no rows.
         """
         self._batches = self._source = None
         self.memory.reset()
-        self._held = self.memory.held()
-        self.steps.move(shares, micro)
+        self._held = self.memory.used_bytes()
+        self.steps.set_shares(shares, micro)
         if self._on_gpus:
-            check_rows(self.model, max(self.steps.own(micro or shares)))
+            check_rows(self.model, max(self.steps.own_sizes(micro or shares)))
         if self.setup.input == "device":
-            batch = as_arrays(self.sample_batch(sum(self.steps.own(shares))))
+            batch = as_arrays(self.sample_batch(sum(self.steps.own_sizes(shares))))
             self._batches = repeat(self.steps.send(batch, shares))
         else:
-            self.data = self.data or pool(self.sample_batch)
+            self.data = self.data or make_pool_data(self.sample_batch)
             self._source = self.data.batches(self.steps.split, sum(shares))
             self._batches = iter(self._source)
         self._position = 0
 
-    def keep_batch(self, kept: bool) -> bool:
-        """Train on the same batch in all further steps (`kept`), or on new batches again."""
+    def keep_batch(self, keep: bool) -> bool:
+        """Train on one and the same batch from now on, or on new batches again."""
         if self.setup.input == "device":
             return True
-        source = self._source.take(1).cache().repeat() if kept else self._source
+        source = self._source.take(1).cache().repeat() if keep else self._source
         self._batches = iter(source)
         return True
 
     def step(self) -> None:
         """Train for one step, without waiting for the GPU."""
         if self._position == 0:
-            self._held = self.memory.held()
+            self._held = self.memory.used_bytes()
         if self._position == 1 and self._on_gpus:
             self.memory.reset()  # the first step benchmarked kernels in all free memory
         self._callbacks.on_train_batch_begin(self._position)
@@ -249,12 +254,12 @@ class KerasWorkload(Workload):
         gc.collect()
         if self._on_gpus:
             tf.test.experimental.sync_devices()
-        return self.memory.held() <= self._held + LEFT_BYTES
+        return self.memory.used_bytes() <= self._held + LEFT_BYTES
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of waiting for input since the previous reading.
+        """Return how many seconds steps have waited for input since the previous call.
 
-        None if unknown.
+        None if unknown. The seconds of the optimizer are never known.
         """
         times = self.steps.times
         now, before = times.read_input_s(), self._inputs.get(times, 0.0)
@@ -266,15 +271,15 @@ class KerasWorkload(Workload):
     def loss_is_finite(self) -> bool:
         """Return whether Keras' running mean of the loss was finite at the last synchronization.
 
-        After a loss that isn't finite, the mean stays so.
+        Once a loss isn't finite, the mean isn't either.
         """
         return math.isfinite(self._loss)
 
     def facts(self) -> Mapping[str, str]:
         """Return facts about the model and the libraries, by name.
 
-        `rows` is the number of rows per epoch, 0 if unknown; `batch_statistics` is the class of a
-        layer that computes them, or "".
+        `rows` is the number of rows per epoch, 0 if unknown. `batch_statistics` is the class name
+        of a layer that computes statistics of a batch; "" if there is none.
         """
         layers = all_layers(self.model)
         return {
@@ -296,7 +301,7 @@ class KerasWorkload(Workload):
 
 
 class AllocatorMemory(MemoryMeter):
-    """Peak memory of GPUs, by TensorFlow's allocator."""
+    """Memory of GPUs, as TensorFlow's allocator reports it."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
         super().__init__(len(gpus))
@@ -308,19 +313,22 @@ class AllocatorMemory(MemoryMeter):
             tf.config.experimental.reset_memory_stats(name)
 
     def read(self) -> tuple[int | None, ...]:
-        """Return each GPU's peak memory in bytes."""
+        """Return each GPU's peak memory in bytes since the last reset."""
         return tuple(
             int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._gpus
         )
 
-    def held(self) -> int:
-        """Return the bytes that are allocated now, on all GPUs together."""
+    def used_bytes(self) -> int:
+        """Return the bytes that are allocated now, as a sum over all GPUs."""
         infos = [tf.config.experimental.get_memory_info(name) for name in self._gpus]
         return sum(int(info["current"]) for info in infos)
 
 
 def configure(setup: WorkerSetup) -> None:
-    """Set precision, threads, devices and memory limits of TensorFlow, before it is first used."""
+    """Set precision, threads, devices and memory limits of TensorFlow.
+
+    Call it before TensorFlow is first used.
+    """
     keras.config.set_dtype_policy(setup.precision)
     fail_at_once()
     if setup.threads is not None:
@@ -338,7 +346,7 @@ def configure(setup: WorkerSetup) -> None:
 
 
 def fail_at_once() -> None:
-    """Make TensorFlow raise an error as soon as GPU memory is exhausted, instead of retrying.
+    """Make TensorFlow raise an error as soon as GPU memory is exhausted, without retrying.
 
     Call it before TensorFlow is first used.
     """
@@ -352,18 +360,18 @@ MOST_ELEMENTS = 2**31 - 1
 
 
 class TooManyElementsError(MemoryError):
-    """A batch in which some tensor has more elements than TensorFlow's GPU kernels can index."""
+    """A batch has a tensor with more elements than TensorFlow's GPU kernels can index."""
 
 
 def largest_rows(model: Any) -> int | None:
-    """Return the largest batch whose tensors have fewer than 2^31 elements, or None if unknown."""
+    """Return the largest batch whose tensors all have fewer than 2^31 elements; None if unknown."""
     shapes = [tuple(tensor.shape[1:]) for tensor in _tensors(model)]
     largest = max((math.prod(shape) for shape in shapes if None not in shape), default=0)
     return MOST_ELEMENTS // largest if largest else None
 
 
 def check_rows(model: Any, rows: int) -> None:
-    """Raise `TooManyElementsError` if a batch of this size has a tensor with too many elements."""
+    """Raise `TooManyElementsError` if a batch with this many rows has too large a tensor."""
     most = largest_rows(model)
     if most is not None and rows > most:
         raise TooManyElementsError(
@@ -373,7 +381,7 @@ def check_rows(model: Any, rows: int) -> None:
 
 
 def _tensors(model: Any) -> list[Any]:
-    """Return the output tensors of all layers, also of nested models."""
+    """Return the output tensors of all layers, including those of nested models."""
     found: list[Any] = []
     for layer in model._flatten_layers(include_self=False):
         for node in layer._inbound_nodes:

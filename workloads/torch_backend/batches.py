@@ -1,8 +1,8 @@
-"""Data of PyTorch workloads, loaded as in training.
+"""Training data of PyTorch workloads, loaded as in training.
 
 A data set is read in epochs, each in a new order. If there is only `sample_batch`, it is called
-once for more rows than fit in a processor's cache (fewer if they are slow to make), which are then
-reused. If rows have lengths, their tokens and padding are counted.
+once for more rows than fit in a processor's cache, or fewer if they are slow to make. These rows
+are then reused. If rows have lengths, their tokens and padding are counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENDLESS_STEPS = 1 << 40
 
 
 class EndlessSampler(UnevenBatchSampler):
-    """Sampler without end, used for synthetic rows and for data sets below one global batch.
+    """Sampler that never ends, for synthetic rows and for data sets smaller than a global batch.
 
     `sizes` are the rows of each rank in a global batch.
     """
@@ -43,7 +43,10 @@ class EndlessSampler(UnevenBatchSampler):
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Return this rank's rows of each batch, in one random order that is repeated."""
+        """Yield the indices of this rank's rows in each batch.
+
+        All rows are in one random order, which is repeated.
+        """
         once = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self.seed))
         order = once.repeat(2 + self.global_batch // self._rows)
         start, stop = bounds(self.shares)[self.rank]
@@ -52,9 +55,9 @@ class EndlessSampler(UnevenBatchSampler):
 
 
 class Lengths:
-    """Row lengths in tokens, with their order.
+    """The lengths of all rows in tokens, which can be looked up by size.
 
-    Raises `RequestError` if they aren't one valid length for each row.
+    Raises `RequestError` unless there is a valid length for each row.
     """
 
     def __init__(self, tokens: Sequence[int], rows: int) -> None:
@@ -64,11 +67,14 @@ class Lengths:
 
     @property
     def longest_row(self) -> int:
-        """Index of the longest row."""
+        """The index of the longest row."""
         return int(self._rising[-1])
 
     def sample(self) -> tuple[int, ...]:
-        """Return up to 256 lengths that represent all, in rising order; the longest is included."""
+        """Return up to 256 lengths that represent all of them, in increasing order.
+
+        The longest one is included.
+        """
         rising, rows = self.tokens[self._rising].tolist(), len(self.tokens)
         places = (
             [rows * n // SAMPLED for n in range(SAMPLED - 1)] if rows > SAMPLED else range(rows - 1)
@@ -76,7 +82,7 @@ class Lengths:
         return (*(rising[setup] for setup in places), rising[-1])
 
     def nearest(self, length: int, rows: int) -> torch.Tensor:
-        """Return `rows` indices of rows with at most `length` tokens, the longest first.
+        """Return the indices of `rows` rows with at most `length` tokens, longest first.
 
         Indices are repeated if there are too few such rows. If there is none, the shortest row is
         used.
@@ -86,7 +92,7 @@ class Lengths:
         return below.repeat(-(-rows // stop))[:rows]
 
     def count(self, rows: torch.Tensor) -> Work:
-        """Return the tokens of one pass with these rows, with and without padding."""
+        """Return the tokens in one pass of these rows, with and without padding."""
         own = self.tokens[rows]
         longest = int(own.max())
         padded = len(rows) * longest
@@ -101,12 +107,15 @@ class RepeatingSampler(UnevenBatchSampler):
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Return the same rows for each batch."""
+        """Yield the same row indices for each batch."""
         return repeat(self._rows, len(self))
 
 
 def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
-    """Make a sampler count the tokens of each batch that it draws; its list `works` gets them."""
+    """Make a sampler count the tokens of each batch that it draws, and return it.
+
+    The counts are appended to its new attribute `works`.
+    """
     works, draw = deque[Work](), sampler.batches
 
     def batches() -> Iterator[torch.Tensor]:
@@ -118,18 +127,18 @@ def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSamp
     return sampler
 
 
-def read_lengths(given: Any, rows: int) -> Lengths | None:
-    """Return the user's row lengths, or None if there are none or all are equal.
+def read_lengths(row_lengths: Any, rows: int) -> Lengths | None:
+    """Convert the user's row lengths; None if there are none, or if all are equal.
 
-    Raises `RequestError` if they aren't a whole number for each row.
+    Raises `RequestError` unless there is a whole number for each row.
     """
-    if given is None:
+    if row_lengths is None:
         return None
     try:
-        tokens = [int(each) for each in given]
+        tokens = [int(each) for each in row_lengths]
     except (TypeError, ValueError):
         raise RequestError(
-            f"The lengths of the training data are of type {type(given).__name__}.",
+            f"The lengths of the training data are of type {type(row_lengths).__name__}.",
             "Give a whole number for each row.",
         ) from None
     lengths = Lengths(tokens, rows)
@@ -147,8 +156,8 @@ SLOW_POOL_ROWS = 1024
 class Data:
     """A data set with the options of its `DataLoader`.
 
-    The option `lengths` gives the rows' lengths in tokens; without it, an attribute `lengths` of
-    the data set is used. Raises `RequestError` for unsupported options.
+    The option `lengths` has the rows' lengths in tokens. Without it, the data set's attribute
+    `lengths` is used, if there is one. Raises `RequestError` for unsupported options.
     """
 
     def __init__(self, dataset: Any, options: Mapping[str, Any] | None = None) -> None:
@@ -161,7 +170,10 @@ class Data:
         self.lengths = read_lengths(None if callable(given) else given, self.rows)
 
     def use_workers(self, count: int) -> None:
-        """Set the number of the data loader's worker processes; 0 loads rows in this process."""
+        """Set the number of the data loader's worker processes.
+
+        With 0, rows are loaded in this process.
+        """
         options = self.options
         if not count:
             for name in OF_WORKERS:
@@ -171,10 +183,11 @@ class Data:
             options["persistent_workers"] = True
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
-        """Return a sampler of this rank's rows, where `sizes` are the rows of each rank.
+        """Return a sampler of this rank's rows.
 
-        If the data set is smaller than a global batch, its rows are repeated. Otherwise, an epoch's
-        rows after its last whole global batch are left out.
+        `sizes` are the rows of each rank. If the data set is smaller than a global batch, its rows
+        are repeated. Otherwise, rows that don't fill another global batch at the end of an epoch
+        are left out.
         """
         if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)
@@ -182,10 +195,14 @@ class Data:
             sampler = UnevenBatchSampler(self.rows, sizes, rank, drop_last=True)
         return sampler if self.lengths is None else count_work(sampler, self.lengths)
 
-    def assigned(
+    def assigned_sampler(
         self, sizes: Sequence[int], rank: int, assigner: RowAssigner, epoch: int
     ) -> UnevenBatchSampler:
-        """Return a sampler that assigns rows to ranks by length, so that all finish together."""
+        """Return a sampler that assigns rows to ranks by their length.
+
+        The ranks then finish a batch at about the same time. `sizes` are the mean rows of each
+        rank.
+        """
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
         rows = LengthSampler(
@@ -194,7 +211,9 @@ class Data:
         rows.set_epoch(epoch)
         return count_work(rows, self.lengths)
 
-    def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
+    def one_length_sampler(
+        self, sizes: Sequence[int], rank: int, length: int
+    ) -> UnevenBatchSampler:
         """Return a sampler that repeats rows of about this length, in tokens."""
         assert self.lengths is not None
         return count_work(
@@ -203,10 +222,10 @@ class Data:
 
 
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Data set of synthetic rows, made once by the user's `sample_batch`.
+    """Data set of synthetic rows, which the user's `sample_batch` makes once.
 
-    Its size is limited by memory, and to 1024 rows if they are slow to make. Raises `RequestError`
-    if the function's result isn't a valid batch.
+    The number of rows is limited by memory; rows that are slow to make are at most 1024. Raises
+    `RequestError` if the function doesn't return a valid batch.
     """
 
     def __init__(self, sample_batch: SampleBatch, device: str) -> None:
@@ -257,8 +276,8 @@ class Batches:
     def make(self, sampler: UnevenBatchSampler, on_host: bool = False) -> None:
         """Load the batches that this sampler draws from now on.
 
-        With `on_host`, they stay in host memory. The first batch is checked when it is taken; a
-        malformed one raises `RequestError`.
+        With `on_host`, they stay in host memory. The first batch is checked when it is taken;
+        `RequestError` is raised if it is malformed.
         """
         prefetch = 0 if self._on_device else self.data.prefetch
         options = self.data.options
@@ -280,25 +299,25 @@ class Batches:
             self._loader, self._steps = loader, self._walk(loader)
 
     def take(self) -> Any:
-        """Return the next batch, or the batch that `keep` has kept.
+        """Return the next batch, or the same one again after `keep(True)`.
 
         It is on the device unless `make` was called with `on_host`.
         """
         return next(self._steps) if self._kept is None else self._kept
 
-    def keep(self, kept: bool) -> bool:
-        """Let `take` return one batch again and again (`kept`), or new batches again.
+    def keep(self, keep: bool) -> bool:
+        """Let `take` return one and the same batch from now on (`keep`), or new batches again.
 
-        Returns False if that isn't possible, because the tokens of each batch are counted.
+        Returns False if that isn't possible. It isn't if tokens are counted, because they are
+        counted when a batch is drawn.
         """
-        # Tokens are counted when a batch is drawn, and a kept batch isn't drawn again.
         if hasattr(self._sampler, "works"):
             return False
-        self._kept = next(self._steps) if kept else None
+        self._kept = next(self._steps) if keep else None
         return True
 
     def works(self, batch: Any) -> list[Work]:
-        """Return the tokens counted for each pass of a batch; empty if rows have no lengths."""
+        """Return the tokens counted in each pass of a batch; empty if rows have no lengths."""
         drawn = getattr(self._sampler, "works", ())
         return (
             [drawn.popleft() for _ in (batch.rows if isinstance(batch, AssignedBatch) else (0,))]
@@ -314,7 +333,7 @@ class Batches:
             self._loader.wait_until_full()
 
     def _repeat_first(self, loader: Loader) -> Iterator[Any]:
-        """Load one batch, and yield it without end."""
+        """Load one batch, and yield it forever."""
         steps = iter(loader)
         batch = self._checked(next(steps))
         while True:
@@ -359,7 +378,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def check_rows(batch: Any, rows: int) -> None:
-    """Raise `RequestError` unless each tensor of the batch has this number of rows."""
+    """Raise `RequestError` unless each tensor of the batch has `rows` rows."""
     tensors: list[Any] = []
     each_tensor(tensors.append, batch)
     counts = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
@@ -371,7 +390,10 @@ def check_rows(batch: Any, rows: int) -> None:
 
 
 def send(batch: Any, device: torch.device) -> Any:
-    """Copy a batch's tensors to a device; copies from pinned memory don't wait."""
+    """Copy a batch's tensors to a device.
+
+    Copies from pinned memory are asynchronous.
+    """
     return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 

@@ -1,9 +1,9 @@
-"""Imports of libraries without initializing CUDA.
+"""Import libraries without initializing CUDA.
 
 A process that has initialized CUDA can't be forked, so each child process would have to import the
 libraries and load the model again. PyTorch can count GPUs by NVML, the driver's management library,
-which survives a fork. bitsandbytes asks for the GPU's compute capability on import; PEFT imports it
-if it is installed, and TRL imports PEFT.
+and may then still be forked. bitsandbytes asks for the GPU's compute capability when it is
+imported. PEFT imports bitsandbytes if that is installed, and TRL imports PEFT.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ COUNTS_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # PyTorch's own variable
 ASKS_CAPABILITY = "bitsandbytes"
 
 
-def keep_driver_unstarted() -> None:
-    """Prevent imports of PyTorch and bitsandbytes from initializing CUDA in this process.
+def prevent_cuda_initialization() -> None:
+    """Keep imports of PyTorch and bitsandbytes from initializing CUDA in this process.
 
-    Call it before they are imported, so that the process can be forked. It sets
-    PYTORCH_NVML_BASED_CUDA_CHECK.
+    Call it before they are imported. The process can then be forked. It sets the environment
+    variable PYTORCH_NVML_BASED_CUDA_CHECK.
     """
     os.environ.setdefault(COUNTS_BY_NVML, "1")
     wrapt.register_post_import_hook(_answer_by_nvml, "torch.cuda")
 
 
-def start_driver() -> None:
+def initialize_cuda() -> None:
     """Initialize CUDA if PyTorch is loaded and sees a GPU.
 
     Raises `RuntimeError` if CUDA can't be initialized.
@@ -42,7 +42,7 @@ def start_driver() -> None:
 
 
 def _answer_by_nvml(cuda: Any) -> None:
-    """Make `torch.cuda.get_device_capability` ask NVML while bitsandbytes is being imported."""
+    """Make `torch.cuda.get_device_capability` use NVML while bitsandbytes is being imported."""
     # other code may ask in order to decide something for its own GPU, and then has to start CUDA
     by_cuda = cuda.get_device_capability
 

@@ -1,4 +1,4 @@
-"""Built-in PyTorch models, with batches of synthetic data."""
+"""Built-in PyTorch models, and functions that make batches of synthetic data for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 def classifier(
     module: nn.Module, learning_rate: float, sample_batch: Callable[[int], Any]
 ) -> Recipe:
-    """Return the recipe of a classifier, trained by Adam with cross-entropy."""
+    """Return the recipe of a classifier that is trained by Adam with cross-entropy."""
     optimizer = torch.optim.Adam(module.parameters(), learning_rate)
     return Recipe(
         module, optimizer, cross_entropy, sample_batch=lambda rows: as_tensors(sample_batch(rows))
@@ -36,12 +36,12 @@ def classifier(
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy, with the labels moved to the logits' device."""
+    """Return the mean cross-entropy; the labels are first moved to the device of the logits."""
     return F.cross_entropy(logits, labels.to(logits.device, non_blocking=True))
 
 
 def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
-    """Convert a batch of arrays to tensors, images to channels first."""
+    """Convert a batch of arrays to tensors, with the channels of images first."""
     x, labels = (torch.from_numpy(array) for array in batch)
     return x.permute(0, 3, 1, 2).contiguous() if x.ndim == 4 else x, labels
 
@@ -72,7 +72,7 @@ def mnist(filters: int, dense: int) -> nn.Sequential:
 
 
 class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Stacked GRU layers with a dense head, for the classification of sequences.
+    """Stacked GRU layers with a dense head, which classify sequences.
 
     The input has shape (rows, steps, features), the output (rows, classes).
     """
@@ -83,7 +83,7 @@ class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.head = nn.Sequential(nn.Linear(units, dense), nn.ReLU(), nn.Linear(dense, classes))
 
     def forward(self, sequences: Tensor) -> Tensor:
-        """Return the logits, from the last state of each sequence."""
+        """Return the logits, computed from the last state of each sequence."""
         states, _ = self.recurrent(sequences)
         logits: Tensor = self.head(states[:, -1])
         return logits
@@ -95,7 +95,7 @@ NORMS = ("group", "batch")
 
 
 class DepthNet(nn.Module):  # type: ignore[misc]
-    """Convolutional network in two halves, which can be placed on two devices.
+    """Convolutional network of two halves, which can be placed on two devices.
 
     The input has shape (rows, 3, side, side) with sides of at least 32 pixels, the output (rows,
     classes). Raises `RequestError` if `norm` is neither "group" nor "batch".
@@ -119,8 +119,8 @@ class DepthNet(nn.Module):  # type: ignore[misc]
     def place(self, devices: Sequence[torch.device], micro_batches: int = 1) -> DepthNet:
         """Move the halves to the first and second device, and return the network.
 
-        With several micro-batches, both devices work at the same time. Raises `RequestError` if
-        these are combined with batch normalization, whose results would change.
+        With several micro-batches, both devices compute at the same time. Raises `RequestError` for
+        several micro-batches with batch normalization, because the results would change.
         """
         if micro_batches > 1 and self.norm == "batch":
             raise RequestError(
@@ -134,7 +134,7 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits, which are on the second half's device."""
+        """Return the logits, on the device of the second half."""
         if not self._devices:
             return self._end(self.first(images))
         first, second = self._devices
@@ -168,7 +168,7 @@ def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rat
 class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
     """Data set of random token sequences with lognormal lengths.
 
-    `lengths` doesn't count the first token, which is never predicted.
+    `lengths` doesn't count the first token of a text, because that is never predicted.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Return a text's tokens, one more than its length."""
+        """Return the tokens of a text, one more than its length."""
         # Each token except the first is predicted from the previous tokens.
         return self._tokens[row : row + self.lengths[row] + 1]
 
 
 def pad_texts(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Collate texts to padded inputs and targets, which are the inputs shifted by one token."""
+    """Collate texts to padded inputs and targets; targets are the inputs shifted by one token."""
     inputs = pad_sequence([row[:-1] for row in rows], batch_first=True, padding_value=PADDING)
     return inputs, pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
 
@@ -222,7 +222,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Transformer block with pre-normalization: causal self-attention, then a dense layer."""
+    """Transformer block with pre-normalization: causal self-attention, then an MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
         )
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the states after attention and dense layer."""
+        """Return the hidden states after attention and MLP."""
         parts = (
             self.attend(self.before(states))
             .unflatten(2, (3, self.heads, -1))

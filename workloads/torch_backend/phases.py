@@ -1,4 +1,4 @@
-"""Timing of a step's phases, by events on a GPU or by the host's clock."""
+"""Time the phases of a step, by events on a GPU or by the host's clock."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LONGEST_PAUSE_SECONDS = 2.0
 
 
 class PhaseClock:
-    """Adds up the seconds of input and of optimizer updates.
+    """Adds up how long steps wait for input and how long the optimizer's updates take.
 
-    `clock` makes the time marks: on a GPU, events in its stream. At most 512 phases are timed
-    between two readings; the time of the others is extrapolated.
+    `clock` records points in time; on a GPU, they are events in its stream. Only the first 512
+    phases between two calls of `read` are timed. The time of the others is extrapolated.
     """
 
     def __init__(self, clock: Any) -> None:
@@ -42,11 +42,11 @@ class PhaseClock:
             self._begun = None
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Add seconds that were measured elsewhere to a phase."""
+        """Add seconds to a phase that were measured elsewhere."""
         self._added[phase] += seconds
 
     def read(self) -> dict[Phase, float]:
-        """Return the seconds of each phase since the previous reading.
+        """Return the seconds of each phase since the previous call.
 
         The device must have finished the steps.
         """
@@ -65,8 +65,8 @@ class PhaseClock:
 
 
 def enqueue_pause(seconds: float) -> None:
-    """Enqueue a pause of at least this many seconds on the current GPU.
+    """Let the current GPU pause for at least this many seconds, after the work enqueued before.
 
-    The time is capped at 2 seconds. The host does not wait.
+    The pause is capped at 2 seconds. The host doesn't wait for it.
     """
     torch.cuda._sleep(int(min(seconds, LONGEST_PAUSE_SECONDS) * HIGHEST_CLOCK_HZ))

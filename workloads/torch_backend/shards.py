@@ -1,4 +1,4 @@
-"""Sharding of a probed model and its optimizer over ranks of unequal memory."""
+"""Shard the model that a probe trains, with its optimizer, over ranks with unequal memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NCCL_BYTES = 900 << 20
 
 
 def leave_trainers_on_host() -> None:
-    """Prevent transformers' Trainer from moving its model to the GPU.
+    """Keep transformers' Trainer from moving its model to the GPU.
 
     A sharded model is moved part by part, because it may not fit on one GPU.
     """
@@ -38,7 +38,8 @@ def _leave_on_host(module: Any) -> None:
 class RecipeShards:
     """Shards a recipe's model and optimizer over the ranks, by the fractions in `setup.state`.
 
-    Also measures the memory of weights, gradients and optimizer state, by a first optimizer step.
+    It also runs a first optimizer step, to measure the memory of weights, gradients and optimizer
+    state.
     """
 
     def __init__(self, recipe: Any, setup: WorkerSetup, device: torch.device) -> None:
@@ -67,9 +68,9 @@ class RecipeShards:
         self._computes = True
 
     def compute_nothing(self) -> None:
-        """Let this rank hold its shard, but compute no rows.
+        """Let this rank hold its shard without computing rows.
 
-        It still takes part in the other ranks' collectives.
+        It still takes part in the collectives of the other ranks.
         """
         if self._computes:
             self._computes = False
@@ -90,9 +91,10 @@ class RecipeShards:
         return " ".join(map(str, (*sizes, self._gradients, self._beside)))
 
     def _measure_state(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Return the bytes of the whole model's state, and the bytes added by an optimizer step."""
-        # A first step with zero gradients is run on this rank's shard. The results are extrapolated
-        # from it to the whole model.
+        """Return the bytes of the whole model's state, and the bytes that an optimizer step adds.
+
+        They are extrapolated from a first step with zero gradients on this rank's shard.
+        """
         for parameter in self.sharded.parameters:
             parameter.grad = torch.zeros_like(parameter)
         before, noted = _count_from_here(device), self.sharded.held.now.total()

@@ -1,6 +1,6 @@
-"""A user's model that is built once and copied to several probe processes by fork.
+"""Build a user's model once, and copy it to several probe processes by fork.
 
-It is built on a single thread, because a forked process has none of its parent's other threads, and
+It is built on a single thread, because a forked process has none of its parent's other threads and
 would wait for them forever.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .. import user_code
 from ..protocol import WorkerSetup
-from .driver_free_imports import start_driver
+from .driver_free_imports import initialize_cuda
 from .user_model import make_recipe
 from .workload import Recipe, TorchWorkload
 
@@ -26,7 +26,7 @@ ASKS_RANK = ("get_rank", "get_world_size", "is_initialized")
 
 
 class BuiltRecipe:
-    """A recipe built in this process, for use here or in forked copies."""
+    """A recipe that is built in this process, to be used here or in forked copies."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         """Build the recipe on one thread, so that the process can be forked.
@@ -45,17 +45,17 @@ class BuiltRecipe:
         self._random = torch.get_rng_state()
 
     def finish(self, setup: WorkerSetup) -> TorchWorkload:
-        """Return the workload for this process, with random state as after the build."""
+        """Return the workload for this process; the random state is the one after the build."""
         torch.set_num_threads(self._threads)
         return TorchWorkload(setup, self._take)
 
     def compute_in_copy(self, on_gpu: bool) -> None:
-        """Compute a little on several threads, to find out whether a forked copy works.
+        """Run a small computation on several threads, to find out whether a forked copy works.
 
         With `on_gpu`, CUDA is initialized too.
         """
         if on_gpu:
-            start_driver()
+            initialize_cuda()
         torch.set_num_threads(self._threads)
         for make in (torch.ones, getattr(sys.modules.get("numpy"), "ones", torch.ones)):
             square = make((WIDTH, WIDTH))
@@ -67,14 +67,14 @@ class BuiltRecipe:
 
 
 @contextmanager
-def noting_ranks(noting: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
-    """Context manager: wrap the functions of torch.distributed that return the rank.
+def wrap_rank_functions(make_wrapper: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
+    """Context manager that wraps the functions of torch.distributed that return the rank.
 
-    `noting` makes the wrapper of each function, from the function and its name.
+    `make_wrapper` is called with each function and its name, and returns the wrapper.
     """
     before = {name: getattr(dist, name) for name in ASKS_RANK}
     for name, function in before.items():
-        setattr(dist, name, noting(function, f"torch.distributed.{name}()"))
+        setattr(dist, name, make_wrapper(function, f"torch.distributed.{name}()"))
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
-"""Cut an image into tiles on several devices, which copy borders from each other.
+"""Cut images into tiles on several devices, which copy the borders from each other.
 
-The result equals the whole image's result exactly. Each output tile of a layer is a range of rows
-and columns. The tile's device has most of the input for it, copies the rest from neighboring
-tiles, and pads with zeros outside the image. Nothing is computed twice and nothing is approximated,
-so sizes that don't divide evenly need no special case.
+The result is exactly that of the whole image. Each output tile of a layer is a range of rows and
+columns. The tile's device has most of the input for it, copies the rest from neighboring tiles, and
+pads with zeros outside the image. Nothing is computed twice and nothing is approximated, so sizes
+that don't divide evenly need no special case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHANNELS = (16, 32)
 
 @dataclass(frozen=True)
 class Tiles:
-    """A batch of images cut into 2 x 2 tiles, which lie on several devices.
+    """A batch of images that is cut into 2 x 2 tiles on several devices.
 
     `parts` are the tiles by row and column, of shape (batch, channels, height, width). `rows` and
     `columns` are the pixel positions of the cuts, from 0 to the image's size.
@@ -36,7 +36,7 @@ class Tiles:
     devices: Sequence[torch.device]
 
     @property
-    def every(self) -> list[Tensor]:
+    def all_tiles(self) -> list[Tensor]:
         """All tiles, row by row."""
         return [part for row in self.parts for part in row]
 
@@ -44,16 +44,18 @@ class Tiles:
         """Apply a function to each tile."""
         return replace(self, parts=[[compute(part) for part in row] for row in self.parts])
 
-    def compute_windows(self, compute: Callable[[Tensor], Tensor], step: int, border: int) -> Tiles:
-        """Apply a convolution or pooling to each tile, with `border` pixels of its neighbors.
+    def compute_windows(
+        self, compute: Callable[[Tensor], Tensor], stride: int, border: int
+    ) -> Tiles:
+        """Apply a convolution or pooling to each tile.
 
-        `step` is the stride.
+        `stride` is its stride. `border` is the number of pixels that it needs of neighboring tiles.
         """
-        rows, columns = ([cut // step for cut in cuts] for cuts in (self.rows, self.columns))
+        rows, columns = ([cut // stride for cut in cuts] for cuts in (self.rows, self.columns))
 
         def tile(i: int, j: int) -> Tensor:
             down, across = (
-                (cuts[k] * step - border, cuts[k + 1] * step + border)
+                (cuts[k] * stride - border, cuts[k + 1] * stride + border)
                 for cuts, k in ((rows, i), (columns, j))
             )
             return compute(self.gather(down, across, tile_device(self.devices, i, j)))
@@ -67,31 +69,33 @@ class Tiles:
     ) -> Tensor:
         """Return a rectangle of the image as one tensor on a device.
 
-        `rows` and `columns` are half-open ranges. Pixels outside the image are 0.
+        `rows` and `columns` are half-open ranges of pixels. Pixels outside the image are 0.
         """
         # `rows` and `columns` have one edge more than there are tiles along their axis
-        across = [_within(columns, left) for left in self.columns[:-1]]
+        across = [_slice_in_tile(columns, left) for left in self.columns[:-1]]
         bands = []
         for tiles, top in zip(self.parts, self.rows[:-1], strict=True):
-            down = _within(rows, top)
+            down = _slice_in_tile(rows, top)
             pieces = [tile[:, :, down, right] for tile, right in zip(tiles, across, strict=True)]
             here = [piece.to(device, non_blocking=True) for piece in pieces]
-            bands.append(_join(here, 3))
-        inside = _join(bands, 2)
+            bands.append(_concatenate(here, 3))
+        inside = _concatenate(bands, 2)
         outside = (-columns[0], columns[1] - self.columns[-1], -rows[0], rows[1] - self.rows[-1])
         border = [max(0, size) for size in outside]
         return F.pad(inside, border) if any(border) else inside
 
 
-def _within(positions: tuple[int, int], first: int) -> slice:
-    """Return the part of a range of positions within a tile, counted from the tile's start."""
-    # The tile begins at position `first`. Positions outside the tile are left out.
+def _slice_in_tile(positions: tuple[int, int], tile_start: int) -> slice:
+    """Return the part of a range of pixels that is in a tile, relative to the tile's start.
+
+    The tile starts at pixel `tile_start`.
+    """
     begin, end = positions
-    return slice(max(0, begin - first), max(0, end - first))
+    return slice(max(0, begin - tile_start), max(0, end - tile_start))
 
 
-def _join(parts: Sequence[Tensor], dimension: int) -> Tensor:
-    """Concatenate the tensors that aren't empty."""
+def _concatenate(parts: Sequence[Tensor], dimension: int) -> Tensor:
+    """Concatenate those tensors that aren't empty."""
     held = [part for part in parts if part.numel()]
     return torch.cat(held, dimension) if len(held) > 1 else held[0] if held else parts[0]
 
@@ -118,7 +122,7 @@ def tile_device(devices: Sequence[torch.device], i: int, j: int) -> torch.device
 
 
 def run_tiled(layers: nn.Sequential, tiles: Tiles) -> Tiles:
-    """Return the output of the layers for a tiled image, the same as for the whole image."""
+    """Return the output of the layers for a tiled image, which equals that for the whole image."""
     for layer in layers:
         match layer:
             case nn.Conv2d():
@@ -131,7 +135,7 @@ def run_tiled(layers: nn.Sequential, tiles: Tiles) -> Tiles:
             case nn.MaxPool2d():
                 tiles = tiles.compute_windows(layer, layer.kernel_size, 0)
             case nn.BatchNorm2d():
-                tiles = _normalise(layer, tiles)
+                tiles = _normalize(layer, tiles)
             case _:
                 tiles = tiles.map(layer)
     return tiles
@@ -141,18 +145,21 @@ def _convolve(weights: Mapping[torch.device, Tensor], part: Tensor) -> Tensor:
     return F.conv2d(part, weights[part.device])
 
 
-def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
-    """Apply batch normalization with the statistics of the whole image."""
-    # Only sums are copied between devices, not pixels.
+def _normalize(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
+    """Apply batch normalization with the statistics of the whole image.
+
+    Only sums are copied between devices, not pixels.
+    """
     mean, variance = layer.running_mean, layer.running_var
     if layer.training:
         home, count = (
             layer.weight.device,
             tiles.parts[0][0].shape[0] * tiles.rows[-1] * tiles.columns[-1],
         )
-        mean = _total(tiles, home) / count
+        mean = _sum_channels(tiles, home) / count
         variance = (
-            _total(tiles.map(lambda part: (part - _as_channels(mean, part)).square()), home) / count
+            _sum_channels(tiles.map(lambda part: (part - _as_channels(mean, part)).square()), home)
+            / count
         )
         # update the running statistics as BatchNorm2d does: with the unbiased variance
         layer.running_mean.lerp_(mean.detach(), layer.momentum)
@@ -168,10 +175,10 @@ def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
     return tiles.map(apply)
 
 
-def _total(tiles: Tiles, home: torch.device) -> Tensor:
-    """Return each channel's sum over all tiles, on one device."""
+def _sum_channels(tiles: Tiles, device: torch.device) -> Tensor:
+    """Return the sum of each channel over all tiles, on one device."""
     return torch.stack(
-        [part.sum(dim=(0, 2, 3)).to(home, non_blocking=True) for part in tiles.every]
+        [part.sum(dim=(0, 2, 3)).to(device, non_blocking=True) for part in tiles.all_tiles]
     ).sum(dim=0)
 
 
@@ -180,7 +187,10 @@ def _as_channels(values: Tensor, part: Tensor) -> Tensor:
 
 
 def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
-    """Return blocks of convolution, normalization, ReLU and pooling."""
+    """Return the layers of several blocks: convolution, normalization, ReLU and pooling.
+
+    `channels` are the channels before the first block and after each block.
+    """
     layers: list[nn.Module] = []
     for before, after in pairwise(channels):
         normalise = nn.GroupNorm(GROUPS, after) if norm == "group" else nn.BatchNorm2d(after)
@@ -194,7 +204,7 @@ def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
 
 
 class TilesNet(nn.Module):  # type: ignore[misc]
-    """Convolutional network for images that can be cut into tiles on several devices.
+    """Convolutional network whose images can be cut into tiles on several devices.
 
     The input has shape (rows, 3, height, width) with sides of at least 8 pixels, the output (rows,
     classes).
@@ -207,7 +217,7 @@ class TilesNet(nn.Module):  # type: ignore[misc]
         self._devices: tuple[torch.device, ...] = ()
 
     def place(self, devices: Sequence[torch.device]) -> TilesNet:
-        """Distribute the tiles over these devices, and return the network.
+        """Choose the devices of the tiles, and return the network.
 
         The weights are on the first device.
         """
@@ -216,13 +226,13 @@ class TilesNet(nn.Module):  # type: ignore[misc]
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits; with devices, the convolutions are computed tile by tile."""
+        """Return the logits. If devices were chosen, the convolutions are computed tile by tile."""
         if not self._devices:
             logits: Tensor = self.head(self.layers(images).mean(dim=(2, 3)))
             return logits
         tiles = run_tiled(self.layers, cut(images, self._devices))
         sums = [
-            part.sum(dim=(2, 3)).to(self._devices[0], non_blocking=True) for part in tiles.every
+            part.sum(dim=(2, 3)).to(self._devices[0], non_blocking=True) for part in tiles.all_tiles
         ]
         tiled: Tensor = self.head(
             torch.stack(sums).sum(dim=0) / (tiles.rows[-1] * tiles.columns[-1])

@@ -46,32 +46,40 @@ _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
 
 
 def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
-    """Build the user's model, named as `train.py:build`, as a workload."""
+    """Make a workload from the user's function, which is named as `train.py:build`."""
     return TorchWorkload(setup, partial(load_recipe, name, settings))
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
     """Call the user's function and return its recipe; see `make_recipe`.
 
-    Raises RequestError if the functions return nothing usable, or if there is no data.
+    Raises `RequestError` if the functions return nothing usable, or if there is no data.
     """
     return make_recipe(name, user_code.load(name, settings))
 
 
-def make_recipe(name: str, own: user_code.UserModule) -> Recipe:
-    """Return the recipe from the result of the user's function and the data functions beside it.
+def make_recipe(name: str, user_module: user_code.UserModule) -> Recipe:
+    """Make a recipe from the result of the user's function and the module's data functions.
 
     Raises `RequestError` if the result isn't usable, or if there is no data.
     """
-    recipe = find_recipe(name, own.result)
+    recipe = find_recipe(name, user_module.result)
     if recipe is not None:
         return recipe
-    recipe = from_user(name, own.result)
-    if recipe.data is None and recipe.sample_batch is None and own.training_data is not None:
-        recipe = msgspec.structs.replace(recipe, data=to_data(name, own.training_data()))
-    if recipe.data is not None and own.lengths is not None:
-        recipe.data.lengths = read_lengths(own.lengths(recipe.data.dataset), recipe.data.rows)
-    recipe = msgspec.structs.replace(recipe, sample_batch=recipe.sample_batch or own.sample_batch)
+    recipe = from_user(name, user_module.result)
+    if (
+        recipe.data is None
+        and recipe.sample_batch is None
+        and user_module.training_data is not None
+    ):
+        recipe = msgspec.structs.replace(recipe, data=to_data(name, user_module.training_data()))
+    if recipe.data is not None and user_module.lengths is not None:
+        recipe.data.lengths = read_lengths(
+            user_module.lengths(recipe.data.dataset), recipe.data.rows
+        )
+    recipe = msgspec.structs.replace(
+        recipe, sample_batch=recipe.sample_batch or user_module.sample_batch
+    )
     if recipe.sample_batch is None and recipe.data is None:
         raise RequestError(
             f"{name} has neither training_data() nor sample_batch(n).",
@@ -81,7 +89,7 @@ def make_recipe(name: str, own: user_code.UserModule) -> Recipe:
 
 
 def from_user(name: str, result: Any) -> Recipe:
-    """Return the recipe from a tuple, mapping or object with module, optimizer and loss.
+    """Make a recipe from a tuple, mapping or object with a module, optimizer and loss.
 
     Raises `RequestError` if something is missing or has the wrong type.
     """
@@ -100,7 +108,7 @@ def from_user(name: str, result: Any) -> Recipe:
 
 
 def _check_trained(name: str, module: Any, optimizer: Any) -> None:
-    """Raise `RequestError` unless the optimizer has parameters of the module."""
+    """Raise `RequestError` unless the optimizer updates parameters of the module."""
     if not isinstance(module, torch.nn.Module):
         raise RequestError(
             f"{name} gives an object of type {type(module).__name__} as its module.",
@@ -123,19 +131,19 @@ def _check_trained(name: str, module: Any, optimizer: Any) -> None:
         )
 
 
-def to_data(name: str, given: Any) -> Data:
-    """Convert the user's training data, a data set or (data set, options).
+def to_data(name: str, data: Any) -> Data:
+    """Convert the user's training data, which is a data set or (data set, options).
 
     Raises `RequestError` for anything else, such as a `DataLoader`.
     """
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
-        return Data(*given)
-    if given is None or isinstance(given, tuple | list | DataLoader | Loader):
+    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Mapping):
+        return Data(*data)
+    if data is None or isinstance(data, tuple | list | DataLoader | Loader):
         raise RequestError(
-            f"{name} gives an object of type {type(given).__name__} as its training data.",
+            f"{name} gives an object of type {type(data).__name__} as its training data.",
             "Return the data set, or (data set, options), as you give them to split.loader.",
         )
-    return Data(given)
+    return Data(data)
 
 
 def _by_name(name: str, result: Any) -> Mapping[str, Any]:
@@ -155,7 +163,7 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
 
 
 def find_recipe(name: str, result: Any) -> Recipe | None:
-    """Return the recipe of a transformers Trainer or of (LightningModule, data).
+    """Make the recipe of a transformers Trainer or of (LightningModule, data).
 
     None if the result is neither. Raises `RequestError` for a LightningModule without data or with
     manual optimization.
@@ -176,7 +184,7 @@ def find_recipe(name: str, result: Any) -> Recipe | None:
 
 
 class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Module whose output is the loss of a batch, computed as the user's trainer does."""
+    """Module whose output is the loss of a batch, computed as by the user's trainer."""
 
     def __init__(self, module: Any, compute: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -189,7 +197,7 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
 
 
 class TrainerSteps:
-    """Computes a transformers Trainer's loss, and does the rest of its training step's work."""
+    """Does what a transformers Trainer does in a training step, such as computing the loss."""
 
     def __init__(self, trainer: Any, optimizer: Any) -> None:
         self._trainer = trainer
@@ -211,8 +219,8 @@ class TrainerSteps:
         self._passes, self._batch = self._passes + 1, batch
         return loss
 
-    def _work_before_update(self, *given: Any) -> None:
-        """Clip gradients, and do the other work of the Trainer before its optimizer's step."""
+    def _work_before_update(self, *_arguments: Any) -> None:
+        """Clip gradients, and do whatever else the Trainer does before its optimizer's step."""
         # The Trainer waits for the loss, counts the operations of each pass (which visits all
         # parameters), and clips the gradients.
         trainer, loss = self._trainer, self._loss
@@ -266,7 +274,7 @@ def _from_trainer(trainer: Any) -> Recipe:
     mixed = str(trainer.accelerator.mixed_precision)
 
     def prepare(in_shards: bool) -> None:
-        """Let accelerate wrap the model, as the Trainer does."""
+        """Let accelerate wrap the model, as in the Trainer."""
         # Accelerate's autocast wraps the forward pass and converts the outputs to float32.
         if in_shards:
             disable_cast_cache(trainer.accelerator)
@@ -286,7 +294,7 @@ def _from_trainer(trainer: Any) -> Recipe:
     )
 
 
-def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
+def _from_lightning(name: str, module: Any, data: Any) -> Recipe:
     def compute(batch: Any) -> Any:
         result = module.training_step(batch, 0)
         return result["loss"] if isinstance(result, Mapping) else result
@@ -299,27 +307,27 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
     optimizer = _first_optimizer(module.configure_optimizers())
     if optimizer is None:
         raise RequestError(f"{name}: configure_optimizers gives no optimizer.", "Return one.")
-    return Recipe(LossModule(module, compute), optimizer, None, _read_data(given))
+    return Recipe(LossModule(module, compute), optimizer, None, _read_data(data))
 
 
-def _read_data(given: Any) -> Data:
-    """Return the training data of a `DataLoader`, with its options, or of a data set."""
-    if isinstance(given, DataLoader):
-        return _to_data(given.dataset, given.collate_fn, given.num_workers, given.pin_memory)
-    return _to_data(given, default_collate)
+def _read_data(data: Any) -> Data:
+    """Return the training data of a data set, or of a `DataLoader` with its options."""
+    if isinstance(data, DataLoader):
+        return _to_data(data.dataset, data.collate_fn, data.num_workers, data.pin_memory)
+    return _to_data(data, default_collate)
 
 
-def _first_optimizer(given: Any) -> Any:
-    """Return the first optimizer in the result of `configure_optimizers`, or None."""
-    if isinstance(given, Mapping):
-        given = given.get("optimizer")
-    while isinstance(given, tuple | list):
-        given = given[0] if given else None
-    return _first_optimizer(given) if isinstance(given, Mapping) else given
+def _first_optimizer(configured: Any) -> Any:
+    """Return the first optimizer in what `configure_optimizers` has returned, or None."""
+    if isinstance(configured, Mapping):
+        configured = configured.get("optimizer")
+    while isinstance(configured, tuple | list):
+        configured = configured[0] if configured else None
+    return _first_optimizer(configured) if isinstance(configured, Mapping) else configured
 
 
 def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
-    """Return the training data for rows and the trainer's loading options."""
+    """Make training data of rows, with the trainer's options for loading them."""
     # Without workers, nothing is prefetched, just as in the trainer: the rows of a step are loaded
     # when the step begins, while the GPU waits.
     options = {
@@ -331,12 +339,15 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows to a pair for `LossModule`; its second item only carries the number of rows."""
+    """Collate rows to a pair for `LossModule`.
+
+    Its second item only serves to show the number of rows.
+    """
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:
-    """Return whether a value's class or a base class has this name and package.
+    """Return whether a class of this name and package is the value's class or a base of it.
 
     Nothing is imported. For lightning, `pytorch_lightning` counts too.
     """

@@ -1,9 +1,9 @@
 """Workloads made of a PyTorch module, an optimizer, a loss and training data.
 
-Steps are the same as in the user's training. On one device they are a plain loop; on several, each
-device has a process, and the processes all-reduce gradients as in `evener.torch`. Only if the parts
-of a model are placed on several devices, one process drives them all. Batches come from host
-memory, unless the setup says otherwise.
+Steps are the same as in the user's training. On one device, they are a plain loop. On several
+devices, each device has a process, and the processes all-reduce gradients as in `evener.torch`. If
+the parts of a model are placed on several devices, one process drives them all. Batches come from
+host memory, unless the setup says otherwise.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """A module with its optimizer, loss and data.
+    """A module with its optimizer, loss and data, from which a workload is made.
 
-    The module is on the CPU at first; a workload moves it to its device.
+    The module is on the CPU at first. The workload moves it to its device.
     """
 
     module: Any  # torch.nn.Module
@@ -72,7 +72,7 @@ class Recipe(msgspec.Struct, frozen=True):
 class Waits:
     """Measures how long a GPU waits for the gradients of other ranks.
 
-    A wait lasts from the GPU's own last gradient to the end of the all-reduce.
+    A wait begins when the GPU's own last gradient is ready, and ends with the all-reduce.
     """
 
     def __init__(self, exchange: Exchange, clock: Any) -> None:
@@ -88,7 +88,7 @@ class Waits:
         self._pairs.append((self._ready, self._clock.mark()))
 
     def read(self) -> float:
-        """Return the seconds of gradient exchange since the previous reading.
+        """Return how many seconds were spent on exchanging gradients since the previous call.
 
         The device must have finished the steps.
         """
@@ -108,7 +108,7 @@ PlaceParts = Callable[
 
 
 class TorchWorkload(Workload, StepListener):
-    """A PyTorch model that is trained by a probe: on one device, in a group, sharded or placed.
+    """A PyTorch model that a probe trains on one device, in a group, in shards, or placed.
 
     `place` puts the module's parts on several devices. Raises `RequestError` for a setup that isn't
     supported.
@@ -168,8 +168,8 @@ class TorchWorkload(Workload, StepListener):
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Prepare steps with these shares and passes; see `Workload.prepare`.
 
-        A rank with a share of 0 leaves the group until a later call. If the model is sharded, it
-        stays and computes one filler row, which has weight 0.
+        A rank with a share of 0 leaves the group until a later call. If the model is sharded, the
+        rank stays instead and computes one filler row, which has weight 0.
         """
         self._micro = own_share(self.setup, micro or shares)
         if micro:
@@ -192,7 +192,7 @@ class TorchWorkload(Workload, StepListener):
     def prepare_assigned(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare steps with rows assigned by length; see `Workload.prepare_assigned`."""
+        """Prepare steps whose rows are assigned by length; see `Workload.prepare_assigned`."""
         self._micro = sum(shares)
         assigner = RowAssigner(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
         epoch = self._assignments[
@@ -201,7 +201,7 @@ class TorchWorkload(Workload, StepListener):
         self._assignments[assigner] += 1
         self._prepare(
             shares,
-            lambda data, sizes, rank: data.assigned(sizes, rank, assigner, epoch),
+            lambda data, sizes, rank: data.assigned_sampler(sizes, rank, assigner, epoch),
             on_host=True,
         )
 
@@ -209,7 +209,9 @@ class TorchWorkload(Workload, StepListener):
         """Prepare steps with rows of about one length; see `Workload.prepare_length`."""
         self._micro = own_share(self.setup, micro or shares)
         self._prepare(
-            shares, lambda data, sizes, rank: data.of_one_length(sizes, rank, length), on_host=True
+            shares,
+            lambda data, sizes, rank: data.one_length_sampler(sizes, rank, length),
+            on_host=True,
         )
 
     def _prepare(self, shares: Sequence[int], draw: DrawRows, on_host: bool) -> None:
@@ -239,7 +241,7 @@ class TorchWorkload(Workload, StepListener):
         self._phases.leave()
         optimizer = self.recipe.optimizer
         optimizer.zero_grad(set_to_none=True)
-        self._note_held()
+        self._record_used_bytes()
         passes = 1
         # only in the first step of each size: later steps are timed, and seldom run out of memory
         grouped = self._shards is None and isinstance(self._model, Exchanged)
@@ -257,12 +259,14 @@ class TorchWorkload(Workload, StepListener):
         self._scaler.update()
         self._is_updating = False
         self._phases.leave()
-        self._count(self._batches.works(batch), passes)
+        self._count_work(self._batches.works(batch), passes)
 
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
-        """Compute a batch's gradient in several passes, and return how many there were."""
-        # A pass of a group that runs out of memory is computed again in smaller passes, because the
-        # other ranks wait in the all-reduce. `read_shortage` then returns the error.
+        """Compute a batch's gradient in several passes, and return how many there were.
+
+        If a pass of a group runs out of memory, it is computed again in smaller passes, because the
+        other ranks wait in the all-reduce. `read_shortage` then returns the error.
+        """
         assert self._batches is not None
         rows = sum(batch.rows) if isinstance(batch, AssignedBatch) else self._batches.rows
         parts = make_parts(batch, rows, self._micro, lambda loss: loss, self._equal_passes)
@@ -273,11 +277,11 @@ class TorchWorkload(Workload, StepListener):
         return len(parts)
 
     def read_shortage(self) -> str:
-        """Return the error of a step that ran out of memory and was completed, or ""."""
+        """Return the error of a step that ran out of memory but was completed, or ""."""
         return self._short_of_memory
 
-    def _count(self, works: Sequence[Work], passes: int) -> None:
-        """Add a step's tokens and passes to the totals of this workload."""
+    def _count_work(self, works: Sequence[Work], passes: int) -> None:
+        """Add a step's tokens and passes to this workload's totals."""
         # A batch is padded as a whole before it is cut into passes, so its padding doesn't depend
         # on the number of passes.
         for work in works:
@@ -286,21 +290,22 @@ class TorchWorkload(Workload, StepListener):
                 *map(sum, zip(*map(msgspec.structs.astuple, (self._work, whole)), strict=True))
             )
 
-    def _note_held(self) -> None:
-        """Record how much memory is allocated at the start of a step, in the first two steps."""
-        # Later steps start with the same number, because the optimizer has created its state by
-        # then.
+    def _record_used_bytes(self) -> None:
+        """Record how much memory is allocated at the start of a step, for the first two steps.
+
+        In later steps it is the same, because the optimizer has created its state by then.
+        """
         if self._noted < NOTED_STEPS:
             self._noted += 1
-            self._held = self.memory.held()
+            self._held = self.memory.used_bytes()
 
     @property
-    def updates(self) -> bool:
+    def is_updating(self) -> bool:
         """Whether the optimizer's step is running, or the last one failed."""
         return self._is_updating
 
     def recover(self) -> bool:
-        """Clean up after a step that ran out of memory; return whether training can continue.
+        """Clean up after a step that ran out of memory, and return whether training can go on.
 
         It can't if the optimizer's step was interrupted, if memory remains allocated, or if a
         group's step wasn't completed.
@@ -316,14 +321,14 @@ class TorchWorkload(Workload, StepListener):
         self._open_batches().drop()
         free_memory(self.device)
         # a completed step may have created the optimizer's state
-        return ended or self.memory.held() <= self._held + LEFT_BYTES
+        return ended or self.memory.used_bytes() <= self._held + LEFT_BYTES
 
     def work(self) -> Work | None:
-        """Return the tokens and passes computed so far, or None if rows have no lengths."""
+        """Return the tokens and passes computed so far; None if rows have no lengths."""
         return self._work if self._work.passes else None
 
     def read_waits(self) -> float | None:
-        """Return the seconds of gradient exchange since the previous reading. None if unknown."""
+        """Return the seconds of gradient exchange since the previous call; None if unknown."""
         return None if self._waits is None else self._waits.read()
 
     def _scaled_loss(self, inputs: Any, targets: Any) -> Any:
@@ -343,33 +348,32 @@ class TorchWorkload(Workload, StepListener):
             self._phases.add("input", time.perf_counter() - started)
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of input and optimizer since the previous reading."""
+        """Return the seconds of waiting for input and of the optimizer since the previous call."""
         seconds = self._phases.read()
         return PhaseSeconds(seconds["input"], seconds["update"])
 
-    def keep_batch(self, kept: bool) -> bool:
-        """Train on the same batch in all further steps (`kept`), or on new batches again.
+    def keep_batch(self, keep: bool) -> bool:
+        """Train on one and the same batch from now on (`keep`), or on new batches again.
 
-        Returns False if the workload can't do it.
+        Returns False if that isn't possible.
         """
         if self._batches is None or not self._batches.rows:
             return True  # a rank without rows has no batch to keep
-        return self._batches.keep(kept)
+        return self._batches.keep(keep)
 
     def measure_link(self) -> LinkSpeed | None:
-        """Measure all-reduce between the ranks; None without a group."""
+        """Measure the speed of an all-reduce between the ranks; None without a group."""
         if not self._group:
             return None
         members = range(self.setup.world)
         return LinkSpeed(*measure_sums(dist.group.WORLD, self.setup.rank, members, self.device))
 
     def time_on_device(self) -> float | None:
-        """Return the GPU's seconds for a step whose kernels are all enqueued beforehand.
+        """Return the seconds of a step on the GPU if all its kernels are enqueued beforehand.
 
+        First, a pause of the GPU is enqueued, during which the host enqueues the step's kernels.
         None on a CPU.
         """
-        # First, a pause of the GPU is enqueued, during which the host enqueues all kernels of the
-        # step.
         if not _on_gpu(self.device):
             return None
         self.synchronize()
@@ -422,10 +426,10 @@ class TorchWorkload(Workload, StepListener):
     def _computes_bfloat16(self) -> bool:
         """Return whether the model computes in bfloat16.
 
-        It does if the setup, the recipe's mixed precision or a parameter's dtype says so.
+        It does if the setup, the recipe's mixed precision or a parameter's dtype says so. An
+        autocast in the user's own code isn't recognized.
         """
-        # An autocast in the user's own code isn't recognised, because it is known only when the
-        # code runs.
+        # an autocast in the user's own code is known only when the code runs
         return (
             _HALVES.get(self.setup.precision) is torch.bfloat16
             or self.recipe.mixed_precision == "bf16"
@@ -435,7 +439,7 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def _open_batches(self) -> Batches:
-        """Return the batches of the training data, which are opened at the first call."""
+        """Return the batches of the training data, and open them at the first call."""
         # The first call comes after the memory cap has been set, and before `prepare` resets the
         # peak memory.
         if self._batches is None:
@@ -448,7 +452,10 @@ class TorchWorkload(Workload, StepListener):
         return self._batches
 
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
-        """At the start of a batch, weight this rank's gradients by its share of the rows."""
+        """Weight this rank's gradients by its share of the rows, at the start of each batch.
+
+        `sizes` are the rows of each rank in the batch.
+        """
         model = self._model
         exchange: Any = model.exchange if isinstance(model, Exchanged) else None
         if self._shards is not None:
@@ -471,12 +478,11 @@ class TorchWorkload(Workload, StepListener):
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """Let only the ranks with a share exchange gradients.
+        """Let only ranks with a share above 0 exchange gradients.
 
-        Every rank has to call this.
+        Every rank has to call this. If the set of these ranks has changed, a new process group is
+        made, unless the model is sharded.
         """
-        # A new process group is created if the set of ranks has changed, unless the model is
-        # sharded.
         members = tuple(rank for rank, share in enumerate(shares) if share)
         if self._shards is not None:
             self._members = members
@@ -493,7 +499,7 @@ class TorchWorkload(Workload, StepListener):
 
 
 class GpuMemory(MemoryMeter):
-    """Peak memory of GPUs, by PyTorch's allocator."""
+    """Memory of GPUs, as PyTorch's allocator reports it."""
 
     def __init__(self, gpus: Sequence[torch.device]) -> None:
         super().__init__(len(gpus))
@@ -506,11 +512,11 @@ class GpuMemory(MemoryMeter):
             torch.cuda.reset_peak_memory_stats(device)
 
     def read(self) -> tuple[int | None, ...]:
-        """Return each GPU's peak memory in bytes."""
+        """Return each GPU's peak memory in bytes since the last reset."""
         return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._gpus)
 
-    def held(self) -> int:
-        """Return the bytes that are allocated now, on all GPUs together."""
+    def used_bytes(self) -> int:
+        """Return the bytes that are allocated now, as a sum over all GPUs."""
         return sum(int(torch.cuda.memory_allocated(device)) for device in self._gpus)
 
     def release(self) -> tuple[int | None, ...]:
@@ -520,7 +526,11 @@ class GpuMemory(MemoryMeter):
 
 
 def check_setup(setup: WorkerSetup, placed: bool = False) -> None:
-    """Raise `RequestError` if the setup asks for XLA, or for several devices unplaced."""
+    """Raise `RequestError` if PyTorch can't train with this setup.
+
+    It can't with XLA, or with several devices in one process unless the model's parts are placed on
+    them.
+    """
     if setup.xla:
         raise RequestError("PyTorch doesn't train through XLA here.", "Leave --xla out.")
     if len(setup.devices) != 1 and not placed:
@@ -531,7 +541,7 @@ def check_setup(setup: WorkerSetup, placed: bool = False) -> None:
 
 
 def configure(setup: WorkerSetup) -> tuple[torch.device, ...]:
-    """Set the process's devices, threads and memory limits, and return the devices."""
+    """Set this process's devices, threads and memory limits, and return the devices."""
     devices = tuple(torch_device(name) for name in setup.devices)
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
@@ -547,15 +557,15 @@ def configure(setup: WorkerSetup) -> tuple[torch.device, ...]:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return the device of a name such as "cuda:1" or "CPU:0"."""
+    """Return the PyTorch device for a name such as "cuda:1" or "CPU:0"."""
     kind, _, number = name.partition(":")
     return torch.device("cpu") if kind.lower() == "cpu" else torch.device(kind, int(number or 0))
 
 
 def join(setup: WorkerSetup, device: torch.device) -> bool:
-    """Join the process group of the setup, and return whether there is one.
+    """Join the setup's process group, and return whether there is one.
 
-    The backend is NCCL for GPUs, otherwise Gloo.
+    The backend is NCCL for GPUs, and Gloo otherwise.
     """
     if setup.world == 1:
         return False
@@ -571,9 +581,10 @@ def join(setup: WorkerSetup, device: torch.device) -> bool:
 
 
 def own_share(setup: WorkerSetup, shares: Sequence[int]) -> int:
-    """Return this rank's share, or the whole batch if one process has several devices.
+    """Return the rows of this rank in each batch.
 
-    Raises `RequestError` if the number of shares is wrong, one is negative, or all are 0.
+    If one process has several devices, that is the whole batch. Raises `RequestError` if the number
+    of shares is wrong, if one is negative, or if all are 0.
     """
     if len(setup.devices) > 1:
         return sum(shares)  # the model's parts are on several devices, and process every sample
@@ -587,7 +598,10 @@ def own_share(setup: WorkerSetup, shares: Sequence[int]) -> int:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """Call a model with a batch's inputs: a mapping as keywords, a sequence as arguments."""
+    """Call a model with a batch's inputs.
+
+    A mapping is passed as keyword arguments, and a sequence as positional arguments.
+    """
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
