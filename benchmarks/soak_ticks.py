@@ -165,7 +165,7 @@ def draw_lines(devices: str, ticks: int) -> list[AppSample]:
 
     def take(snapshot: Snapshot) -> None:
         seen[:] = [snapshot]
-        watch.see(snapshot)
+        watch.update(snapshot)
 
     publisher.start(take)
     samples = []

@@ -198,7 +198,7 @@ class EvenerApp(BaseApp):
         """Quit, after a confirmation if a search is running."""
         from .screens.dialogs import confirm
 
-        if not self.searches:
+        if not self.is_searching:
             self.exit()
             return
         question = (

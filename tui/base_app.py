@@ -81,12 +81,12 @@ class SessionEnded(Message):
 class SessionThread:
     """Runs a search or a replay in a thread, and posts its events as messages.
 
-    `make` is called in that thread and creates the session. `post` must be thread-safe.
+    `session_maker` is called in that thread and creates the session. `post` must be thread-safe.
     """
 
-    def __init__(self, make: Callable[[], EventThread], post: Post) -> None:
+    def __init__(self, session_maker: Callable[[], EventThread], post: Post) -> None:
         self.source = next(_SERIALS)
-        self._make = make
+        self._make = session_maker
         self._post = post
         self._session: EventThread | None = None
         self._stopping = threading.Event()
@@ -272,7 +272,7 @@ class BaseApp(App[int]):
 
     def on_sampled(self, message: Sampled) -> None:
         """Publish a new reading of the devices, and raise the alerts that it triggers."""
-        for alert in self.alert_watch.see(message.snapshot):
+        for alert in self.alert_watch.update(message.snapshot):
             self._show_alert(alert)
         self.snapshot = message.snapshot
 
@@ -325,7 +325,7 @@ class BaseApp(App[int]):
         """
         if self.readonly:
             self.show_message("This app is read-only: it starts no search.", severity="warning")
-        elif not self.searches:
+        elif not self.is_searching:
             state = first_state(devices, request.workload or "", previous=measurements)
             self._before = self.balance
             self._replace_session(
@@ -336,7 +336,7 @@ class BaseApp(App[int]):
         """Replay a recorded run, `speed` times as fast as it ran, unless a search is running."""
         from evener.balancer.store.runs import EventReplay, recorded_events
 
-        if self.searches:
+        if self.is_searching:
             self.show_message(
                 "A search is running here: stop it to replay a run.", severity="warning"
             )
@@ -348,13 +348,13 @@ class BaseApp(App[int]):
 
     def _replace_session(
         self,
-        make: Callable[[], EventThread],
+        session_maker: Callable[[], EventThread],
         state: SessionState,
         devices: tuple[Device, ...] | None = None,
     ) -> None:
-        """Forget the current session and start another one; `devices` is None for a replay."""
+        """Stop the current session and start another one; `devices` is None for a replay."""
         self.forget_session()
-        self._session = SessionThread(make, self.post_message)
+        self._session = SessionThread(session_maker, self.post_message)
         self._session_devices = devices or ()
         self.balance = state
         self.replays = devices is None
@@ -369,7 +369,7 @@ class BaseApp(App[int]):
         self.replays = False
 
     @property
-    def searches(self) -> bool:
+    def is_searching(self) -> bool:
         """Whether a search is running; a replay doesn't count."""
         return self.balance.active and not self.replays
 

@@ -68,7 +68,7 @@ class DemoApp(EvenerApp):
             record = read_run(self.last_run)
         except EvenerError:
             return
-        if not self.searches:
+        if not self.is_searching:
             self.replay(record, REPLAY_SPEED)
             self._show_caption(STORY)
 

@@ -76,10 +76,10 @@ OTHER_WORDS = {  # words that users may search for instead, by action
 }
 
 
-def entry(key: str, words: str | Content, more: str = "") -> Content:
-    """Return the text of a palette entry: the key, `words`, and `more` in a dim colour."""
+def entry(key: str, words: str | Content, note: str = "") -> Content:
+    """Return the text of a palette entry: the key, `words`, and `note` in a dim colour."""
     return Content.assemble(
-        (f"{key:>{KEY_CELLS}}  ", "$text-primary"), words, (f"  {more}" if more else "", "$ev-dim")
+        (f"{key:>{KEY_CELLS}}  ", "$text-primary"), words, (f"  {note}" if note else "", "$ev-dim")
     )
 
 
@@ -209,12 +209,12 @@ class AppProvider(Provider):
                 yield Hit(score, shown, command, text=title)
 
 
-async def _press(app: BaseApp, offered: OfferedKey) -> None:
+async def _press(app: BaseApp, offered_key: OfferedKey) -> None:
     """Focus the panel of a key binding, and run its action."""
-    node = offered.node
+    node = offered_key.node
     if isinstance(node, Widget) and node.can_focus:
         node.focus()
-    await app.run_action(offered.binding.action, node)
+    await app.run_action(offered_key.binding.action, node)
 
 
 class RunsProvider(Provider):

@@ -30,7 +30,7 @@ STEPS_SHOWN = 8  # number of last steps shown, each a copy of the newest
 
 
 class TrainingSource(SimulatedSource):
-    """Simulated devices that can train by a plan, and report it as a real training run does.
+    """Simulated devices that can train with a plan, and report it as a real training run does.
 
     In each period of 70 seconds, the first device is hot for 35 seconds and loses 30 % of its
     speed. Rows then move to the other device, just as in `evener run`. `clock` returns monotonic
@@ -88,7 +88,7 @@ class TrainingSource(SimulatedSource):
         """Advance the simulated training run to the time `now`, and return its ranks' reports.
 
         - `lost_speed`: the fraction of its speed that the first device has lost to heat.
-        - `base_report`: a report without measurements, which these are added to.
+        - `base_report`: the report to which the measurements are added.
         """
         # New shares take effect at the next reading.
         rows = self._rule.shares

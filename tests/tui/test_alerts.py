@@ -26,7 +26,9 @@ def _watch(script: Any, seconds: int, sample: Any = None, reports: Any = ()) -> 
         at_seconds = script.snapshot().at_seconds + second
         moved = tuple(msgspec.structs.replace(each, updated_at=at_seconds) for each in reports)
         devices = (sample,) if sample is not None else ()
-        found += watch.see(script.snapshot(devices=devices, at_seconds=at_seconds, reports=moved))
+        found += watch.update(
+            script.snapshot(devices=devices, at_seconds=at_seconds, reports=moved)
+        )
     return found
 
 
@@ -61,7 +63,7 @@ def test_a_condition_is_reported_again_when_it_comes_back(script: Any) -> None:
         hot = second % 30 < 15
         sample = script.sample(0, temperature_celsius=value(88 if hot else 50))
         at_seconds = script.snapshot().at_seconds + second
-        told += len(watch.see(script.snapshot(devices=(sample,), at_seconds=at_seconds)))
+        told += len(watch.update(script.snapshot(devices=(sample,), at_seconds=at_seconds)))
     assert told == 2
     assert watch.reported == frozenset()
 

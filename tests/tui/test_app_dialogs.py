@@ -145,7 +145,7 @@ async def test_a_replay_gives_way_to_the_form_and_not_to_a_search(app_of: Any) -
         await open_runs(pilot, 2)
         first, second = (row.run for row in app.screen.query_one(RunPanel).rows)
         app.replay(runs.read_run(first), 0.1)
-        assert not app.searches
+        assert not app.is_searching
         app.replay(runs.read_run(second), 0.1)
         assert app.balance.run == second
         await pilot.press("2", "n")

@@ -177,7 +177,7 @@ def _print_summary(
     """Save and print a summary of the training run, unless its processes left no records.
 
     - `use_before`: the CPU use of all processes when the training run began.
-    - `rank_notes`: what the ranks of `evener run` noted; their shares change while they train.
+    - `rank_notes`: what each rank of `evener run` noted about its hooks, step times and shares.
     """
     end: End = "failed" if code else "finished"
     if code > SIGNALLED:

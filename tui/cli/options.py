@@ -136,7 +136,7 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
     """Return the sort key of an option in `--help`.
 
-    Options are sorted by group, and `--seed` and `--pace` come last in theirs.
+    Options are sorted by group, and `--seed` and `--pace` come last in their groups.
     """
     (option,) = parameter.annotation.__metadata__
     return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")

@@ -148,7 +148,10 @@ def _announce(resolved: Job, repeat: int, length: ProbeLength) -> None:
 def _print_run(
     run: ProbeRepeat, number: int, repeat: int, devices: Sequence[Device], length: ProbeLength
 ) -> None:
-    """Print a run's samples/s with half of the 95 % interval, and warnings about the run."""
+    """Print the samples/s of a run with its error, and warnings about the run.
+
+    The error is half of the 95 % interval.
+    """
     interval = run.this_run
     error = half_width(interval.value, interval.low, interval.high)
     print_notice(f"run {number} of {repeat}: {rate(interval.value)} samples/s ± {error}")

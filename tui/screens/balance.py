@@ -26,7 +26,7 @@ NOT_IN_REPLAYS = ("stop", "go_on", "report")
 
 
 class BalanceScreen(RunActions, PanelScreen):
-    """The Balance screen, which shows the form for a search, or a search, replay or result."""
+    """The Balance screen: a form for a new search, or a search or replay and its result."""
 
     NAME = "balance"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -137,7 +137,7 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.ended and (action == "new" or bool(state.run))
 
     def _has_usable_result(self, action: str) -> bool:
-        """Return whether the search has a result on which the action is possible."""
+        """Return whether the search has a result that the action can be applied to."""
         finished = self.evener.balance.finished
         if finished is None:
             return False
@@ -165,7 +165,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.app.push_screen(dialog)
 
     def action_train_here(self) -> None:
-        """Ask for the command that trains by the plan, and start it."""
+        """Ask for the command that trains with the plan, and start it."""
         finished = self.evener.balance.finished
         if finished is not None:
             ask_to_train(self.evener, finished.plan, self.chosen_run)

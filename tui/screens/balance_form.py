@@ -136,20 +136,27 @@ class Model(NamedTuple):
     own: bool
 
 
-def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> list[Model]:
+def list_models(
+    found_models: Sequence[str], last_run: RunSummary | None, now: float
+) -> list[Model]:
     """Return the models to choose from, first the user's own, then the built-in ones.
 
-    - `found`: functions found in the current folder, as file.py:function.
-    - `last`: the last search for one of the user's own models, which is listed first.
+    - `found_models`: functions found in the current folder, as file.py:function.
+    - `last_run`: the last search for one of the user's own models, which is listed first.
     - `now`: the current time in Unix seconds.
     """
     models: list[Model] = []
-    if last is not None:
+    if last_run is not None:
         models.append(
-            Model(last.workload, _short_path(last.workload), _last_balanced_text(last, now), True)
+            Model(
+                last_run.workload,
+                _short_path(last_run.workload),
+                _last_balanced_text(last_run, now),
+                True,
+            )
         )
     known = {_full_name(model.name) for model in models}
-    new = [name for name in found if _full_name(name) not in known]
+    new = [name for name in found_models if _full_name(name) not in known]
     models += [Model(name, name, "a function of yours", True) for name in new]
     models.append(Model("", ANOTHER, "choose it to name it, as file.py:build", True))
     built_in = [registry.find(name) for name in registry.names()]
@@ -165,19 +172,19 @@ def _full_name(workload: str) -> str:
 
 
 def _short_path(workload: str) -> str:
-    """Return a workload's name with the path relative to the current folder, if it is inside."""
+    """Return a workload's name, with its file relative to the current folder if it is in there."""
     home, _, function = workload.rpartition(":")
     path, here = Path(home), Path.cwd()
     short = path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
     return f"{short}:{function}"
 
 
-def _last_balanced_text(last: RunSummary, now: float) -> str:
-    """Describe the last search of a model by its age in days and its samples/s."""
-    made = time.strptime(last.created.removesuffix("Z"), "%Y-%m-%dT%H:%M:%S")
+def _last_balanced_text(last_run: RunSummary, now: float) -> str:
+    """Return a text with the age of the last search in days, and its samples/s."""
+    made = time.strptime(last_run.created.removesuffix("Z"), "%Y-%m-%dT%H:%M:%S")
     days = max(0.0, now - _utc_seconds(made)) / 86400
     ago = "today" if days < 1 else f"{days:.0f} day{'s' * (days >= 1.5)} ago"
-    speed = last.samples_per_second
+    speed = last_run.samples_per_second
     return f"last time, {ago}" + (f": {rate(speed)} samples/s" if speed else "")
 
 
@@ -214,7 +221,7 @@ class BalanceForm(UsesApp, Vertical):
         self._user_chose_model = False  # whether the user has chosen the model
 
     def compose(self) -> ComposeResult:
-        """Yield the fields, a line for hints and errors, the buttons, and an explanation."""
+        """Yield the fields, a line for hints and errors, the buttons, and a help text."""
         with VerticalScroll(id="fields", can_focus=False, classes="panel") as fields:
             fields.border_title = "Balance a model"
             yield self._row("pick-workload", Ticks(id="pick-workload", title="", single=True))
@@ -284,7 +291,7 @@ class BalanceForm(UsesApp, Vertical):
         last = await asyncio.to_thread(_read_last_own)
         self._offer_models(found, last)
 
-    def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
+    def _offer_models(self, found_models: Sequence[str], last_run: RunSummary | None) -> None:
         """Fill the list of models."""
         # A model that the user has ticked stays ticked. Otherwise the first of the user's own
         # models is ticked, or the default built-in model if there are none.
@@ -292,12 +299,12 @@ class BalanceForm(UsesApp, Vertical):
         before = (
             self._models[min(panel.ticked)] if self._user_chose_model and panel.ticked else None
         )
-        self._models = list_models(found, last, time.time())
+        self._models = list_models(found_models, last_run, time.time())
         names = [model.name for model in self._models]
         devices = self.evener.trainable
         on_cpu = bool(devices) and devices[0].on_cpu
         wanted = registry.default_name("tensorflow", on_cpu)
-        if found or last is not None:
+        if found_models or last_run is not None:
             wanted = names[0]
         if before is not None and before.name in names:
             wanted = before.name
@@ -358,7 +365,7 @@ class BalanceForm(UsesApp, Vertical):
         self._explain()
 
     def _count_model_rows(self) -> int:
-        """Return the height that the list of models needs."""
+        """Return the height in lines that the list of models needs."""
         # There is room for the user's own models, and for the first built-in model, whose line says
         # how many more follow. Without own models, there is room for all built-in ones.
         own = [model for model in self._models if model.own]

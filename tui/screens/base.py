@@ -122,7 +122,10 @@ class SnapshotScreen(PanelScreen):
             self.redraw()
 
     def place_panels(self, heights: Mapping[str, int]) -> None:
-        """Set the heights of panels, given by selector; a height of 0 hides the panel."""
+        """Set the height of each panel in lines; `heights` has them by selector.
+
+        A panel of height 0 is hidden.
+        """
         # Setting heights lays out the screen again, so heights are set only if they have changed.
         placed = (self.app.size, heights)
         if self._placed == placed:
@@ -205,12 +208,12 @@ SCREENS = {"monitor": "Monitor", "balance": "Balance", "runs": "Runs", "training
 class TopBar(Lines):
     """The first line of a screen: the names of all screens and the status of the devices.
 
-    The name of the screen `shown` is highlighted.
+    `open_screen` is the screen whose name is highlighted.
     """
 
-    def __init__(self, shown: str) -> None:
+    def __init__(self, open_screen: str) -> None:
         super().__init__(id="top")
-        self.shown = shown
+        self.shown = open_screen
 
     def on_mount(self) -> None:
         """Redraw the line at each new reading."""

@@ -27,7 +27,7 @@ WIDEST = 116  # cells of a wide dialog's text
 
 
 class Text(Lines):
-    """Lines of text in a widget that is as high as they need."""
+    """Widget with lines of text. Its height is the number of lines."""
 
     def show(self, lines: Iterable[Line]) -> None:
         """Show the lines, and set the height to fit them."""
@@ -211,10 +211,10 @@ _MEANINGS = {
 }
 
 
-def choose_signal(app: BaseApp, chosen: Sequence[ProcessSample]) -> None:
-    """Ask which signal to send to the chosen processes, and ask for confirmation."""
+def choose_signal(app: BaseApp, processes: Sequence[ProcessSample]) -> None:
+    """Ask which signal to send to these processes, and ask for confirmation."""
     once = tuple(
-        {(process.pid, process.start_time): process for process in chosen}.values()
+        {(process.pid, process.start_time): process for process in processes}.values()
     )  # a process may be on several devices
 
     def draw(width: int) -> Iterable[Line]:

@@ -122,7 +122,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             graphs.set_data(snapshot.devices, devices.sample)
 
     def action_alerts(self) -> None:
-        """Open the list of alerts, the newest first, and count them as read."""
+        """Open the list of alerts, the newest first, and mark them as read."""
         alerts = tuple(reversed(self.evener.alerts))
         self.evener.unread_alerts = 0
         self.open_details("Alerts", lambda width: alert_lines(alerts, width))
@@ -135,7 +135,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.app.push_screen(ColumnDialog(), lambda _: self.redraw())
 
     def action_step_time(self, cells: int) -> None:
-        """Move the time cursor of the graphs by some cells."""
+        """Move the time cursor of the graphs to the right by `cells`, which may be negative."""
         self.query_one(TimelinePanel).step(cells)
 
     def action_change_span(self, direction: int) -> None:

@@ -1,4 +1,4 @@
-"""Dialogs that continue a stored run, write its files, train by its plan, or show its errors."""
+"""Dialogs that continue a stored run, write its files, train with its plan, or show its errors."""
 
 from __future__ import annotations
 
@@ -197,22 +197,22 @@ class SaveDialog(FieldDialog):
         return True
 
 
-def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> SaveDialog:
-    """Return a dialog that writes the plan of a run, and then shows how to train by it.
+def plan_dialog(app: BaseApp, plan: Plan, run: str, last_event: Finished | None) -> SaveDialog:
+    """Return a dialog that writes the plan of a run, and then shows how to train with it.
 
-    `end` is the last event of the search, or None if it never ended.
+    `last_event` is the last event of the search, or None if it never ended.
     """
 
     def find_step(path: str) -> str:
         app.written_plans[run] = path
-        advised = end is None or recommends_plan(end)
+        advised = last_event is None or recommends_plan(last_event)
         return write_training_step(plan, path) if advised else ""
 
     return SaveDialog("plan", "plan.toml", (".toml", ".json"), plan.save, find_step)
 
 
 class TrainDialog(FieldDialog):
-    """Dialog with a command line that trains by a plan, which Enter starts.
+    """Dialog with a command line that trains with a plan. Enter starts the command.
 
     `path` is the file of the plan. The dialog writes it first unless `is_written` is set.
     """
@@ -242,7 +242,7 @@ class TrainDialog(FieldDialog):
 
 
 def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
-    """Open a dialog that trains by a run's plan, and then switch to the Trainings screen."""
+    """Open a dialog that trains with a run's plan, and then switch to the Trainings screen."""
     written = app.written_plans.get(run, "")
     free = "plan.toml" if not os.path.exists("plan.toml") else f"plan-{run}.toml"
 

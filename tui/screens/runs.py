@@ -50,10 +50,10 @@ class RunPanel(SortedPanel[RunSummary]):
         """Return the text that the filter searches."""
         return run_search_text(row)
 
-    def set_data(self, found: Sequence[RunSummary]) -> None:
+    def set_data(self, rows: Sequence[RunSummary]) -> None:
         """Set the runs. Those that were marked before stay marked."""
-        self.tagged &= {summary.run for summary in found}
-        super().set_data(found)
+        self.tagged &= {summary.run for summary in rows}
+        super().set_data(rows)
 
     def grid(self) -> Grid[RunSummary]:
         """Return the columns, and the text for an empty table."""
@@ -223,7 +223,7 @@ class RunsScreen(RunActions, SortedScreen):
             return False
         state, planned = chosen.state, chosen.probes > 0 and not has_failed(chosen)
         return {
-            "go_on": state in ("finished", "stopped", "failed") and not self.evener.searches,
+            "go_on": state in ("finished", "stopped", "failed") and not self.evener.is_searching,
             "export": planned,
             "train_here": planned and self._has_script(chosen.run),
             "report": planned,
@@ -258,7 +258,7 @@ class RunsScreen(RunActions, SortedScreen):
             self.open_details(name, lambda width: run_page(found, width, path), wide=True)
 
     def action_train_here(self) -> None:
-        """Ask for the command that trains by the run's plan, and start it."""
+        """Ask for the command that trains with the run's plan, and start it."""
         name = self.chosen_run
         with self.evener.showing_errors():
             plan = self._load(name).require_plan()

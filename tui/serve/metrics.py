@@ -385,13 +385,13 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
         )
 
 
-def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
+def _noise_families(reports: Mapping[Labels, Training]) -> Iterator[Metric]:
     """Yield the gradient noise scale of each rank in rows, and the ends of its 95 % interval."""
     # A rank without a noise scale has no samples, and an infinite value is left out.
     for name, field, help_text in _NOISE:
         ends = (
             (labels, getattr(each.noise, field))
-            for labels, each in named.items()
+            for labels, each in reports.items()
             if each.noise is not None
         )
         yield _gauge(

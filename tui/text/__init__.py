@@ -1,1 +1,1 @@
-"""Text for the terminal, JSON and HTML, such as summaries, tables and reports; option parsing."""
+"""Text for the terminal, JSON and HTML, and the parsing of options."""

@@ -13,28 +13,28 @@ OPEN = 2.0
 LONGER = "train both for longer, or on cores that nothing else uses"
 
 
-def difference_lines(found: RunDifference, max_slowdown: float) -> list[str]:
+def difference_lines(difference: RunDifference, max_slowdown: float) -> list[str]:
     """Describe how two runs differ, and whether the second one is too slow.
 
     `max_slowdown` is the fraction that it may be slower: 0.05 allows 5 % more time per sample.
     """
     rows = [
         ("run", "samples/s"),
-        (found.before, rate(found.before_samples_per_second)),
-        (found.after, rate(found.after_samples_per_second)),
+        (difference.before, rate(difference.before_samples_per_second)),
+        (difference.after, rate(difference.after_samples_per_second)),
     ]
     lines = align(rows, 1)
-    lines.append(_write_whole(found))
-    if not found.low <= found.mean_slowdown <= found.high:
+    lines.append(_write_whole(difference))
+    if not difference.low <= difference.mean_slowdown <= difference.high:
         lines.append(
-            f"{_signed(found.mean_slowdown)} by the mean of all steps: what disturbs some of them, "
-            f"such as other programs, isn't counted"
+            f"{_signed(difference.mean_slowdown)} by the mean of all steps: what disturbs some of "
+            f"them, such as other programs, isn't counted"
         )
-    if found.other_batch:
+    if difference.other_batch:
         lines.append("their steps have different numbers of rows: times are per sample")
-    if found.phases:
-        lines += ["", *_write_phases(found)]
-    return [*lines, "", _write_verdict(found, max_slowdown)]
+    if difference.phases:
+        lines += ["", *_write_phases(difference)]
+    return [*lines, "", _write_verdict(difference, max_slowdown)]
 
 
 def _write_whole(found: RunDifference) -> str:

@@ -231,7 +231,7 @@ def _ranking(report: ReportData) -> str:
     ]
     head = ("layout", "where", "", "samples/s", *heads, "95 % interval", *energy, "step ms")
     rare = range(4, len(head))
-    return f"<h2>Ranking</h2>{_draw_table(head, rows, range(3, len(head)), rare=rare)}"
+    return f"<h2>Ranking</h2>{_draw_table(head, rows, range(3, len(head)), hidden_on_phones=rare)}"
 
 
 def _ranking_row(
@@ -287,7 +287,7 @@ def _draw_timeline(report: ReportData) -> str:
         times = f"{start:.1f}", f"{entry.at_seconds:.1f}"
         rows.append((when, *times, stage, plain(layout_text(probe.layout, labels)), result))
     head = ("", "from s", "to s", "measured", "layout", "result")
-    table = _draw_table(head, rows, range(1, 3), rare=range(1, 4))
+    table = _draw_table(head, rows, range(1, 3), hidden_on_phones=range(1, 4))
     return f"<h2>Timeline of probes</h2>{_stage_legend(report)}{table}"
 
 
@@ -322,18 +322,18 @@ def _draw_table(
     head: tuple[str, ...],
     rows: Sequence[tuple[str, ...]],
     numbers: range,
-    kind: str = "",
-    rare: range = range(0),
+    css_class: str = "",
+    hidden_on_phones: range = range(0),
 ) -> str:
     """Return an HTML table.
 
     - `numbers`: the columns that are aligned to the right.
-    - `kind`: a CSS class.
-    - `rare`: the columns that are hidden on phones.
+    - `css_class`: a CSS class of the table.
+    - `hidden_on_phones`: the columns that phones don't show.
     """
 
     def classes(column: int) -> str:
-        names = (("number", column in numbers), ("rare", column in rare))
+        names = (("number", column in numbers), ("rare", column in hidden_on_phones))
         chosen = " ".join(name for name, applies in names if applies)
         return f' class="{chosen}"' if chosen else ""
 
@@ -348,4 +348,4 @@ def _draw_table(
 
     first = cells("th", head) if any(head) else ""
     body = "".join(cells("td", row) for row in rows)
-    return f'<div class="wide {kind}" tabindex="0"><table>{first}{body}</table></div>'
+    return f'<div class="wide {css_class}" tabindex="0"><table>{first}{body}</table></div>'

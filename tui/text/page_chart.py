@@ -72,8 +72,9 @@ class _Axes:
 def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
     """Return an SVG chart of each device's samples/s at each batch size.
 
-    A dashed line shows the fastest layout at each batch size. Its points, `frontier`, are tuples of
-    the batch size, the samples/s, and the samples/s with small batches that would learn as much.
+    A dashed line shows the fastest layout at each batch size. Its points, `frontier`, are tuples
+    (batch size, samples/s, worth). The worth is the samples/s that small batches would need to
+    learn equally fast.
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]

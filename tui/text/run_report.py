@@ -79,11 +79,11 @@ def read_report(name: str) -> ReportData:
     )
 
 
-def _find_steps(run: str, end: Finished | None) -> tuple[str, ...]:
+def _find_steps(run: str, last_event: Finished | None) -> tuple[str, ...]:
     """Return the commands that the user can run next."""
-    if end is None:
+    if last_event is None:
         return (f"to go on: evener balance --resume {run}",)
-    return write_next_steps(run, end, "", True)
+    return write_next_steps(run, last_event, "", True)
 
 
 def _find_frontier(end: Finished | None) -> Sequence[Point]:

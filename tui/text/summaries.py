@@ -76,10 +76,10 @@ _RAISED = re.compile(r".*?, (?P<phase>[a-z ]+): .*?:\d+: (?P<kind>\w+)(?::|$)", 
 _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 
 
-def list_doubts(seen: Timed) -> list[str]:
+def list_doubts(measurement: Timed) -> list[str]:
     """Return a short phrase for each warning about a measurement, such as "steps vary a lot"."""
     # A few steps always vary, so "steps vary a lot" is left out after a short measurement.
-    codes = [warning.code for warning in seen.warnings]
+    codes = [warning.code for warning in measurement.warnings]
     if "too_short" in codes:
         codes = [code for code in codes if code != "noisy"]
     return [DOUBTS[code] for code in codes]
@@ -95,17 +95,17 @@ def event_line(event: Event, labels: Sequence[str]) -> str | None:
     return None
 
 
-def _brief_text(seen: Observation, labels: Sequence[str]) -> str:
+def _brief_text(observation: Observation, labels: Sequence[str]) -> str:
     """Describe a measurement in one line. Long errors are shortened."""
     # An exception is only named by its class, because the end of the search reports its message,
     # the source line and the file with the traceback.
-    if not isinstance(seen, Failed):
-        return observation_text(seen, labels)
-    before = f"{_stage_text(seen)} {layout_text(seen.probe.layout, labels)}"
-    raised = _RAISED.match(seen.detail)
+    if not isinstance(observation, Failed):
+        return observation_text(observation, labels)
+    before = f"{_stage_text(observation)} {layout_text(observation.probe.layout, labels)}"
+    raised = _RAISED.match(observation.detail)
     if raised is not None:
         return f"{before}: failed while {raised['phase']}, {plain(raised['kind'], 60)}"
-    detail = _KEPT_IN.sub("", seen.detail)
+    detail = _KEPT_IN.sub("", observation.detail)
     return f"{before}: failed: {plain(detail, 200)}"
 
 
@@ -130,45 +130,45 @@ def brief_devices(labels: Sequence[str]) -> str:
     return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counted.items())
 
 
-def observation_text(seen: Observation, labels: Sequence[str]) -> str:
+def observation_text(observation: Observation, labels: Sequence[str]) -> str:
     """Describe a measurement in one line by its stage, layout and outcome."""
     return (
-        f"{_stage_text(seen)} {layout_text(seen.probe.layout, labels)}: "
-        f"{outcome_text(seen, labels)}"
+        f"{_stage_text(observation)} {layout_text(observation.probe.layout, labels)}: "
+        f"{outcome_text(observation, labels)}"
     )
 
 
-def _stage_text(seen: Observation) -> str:
+def _stage_text(observation: Observation) -> str:
     """Return the word for the probe's stage, padded to the width of its column."""
-    return f"{STAGE_WORDS[seen.probe.stage]:<6}"
+    return f"{STAGE_WORDS[observation.probe.stage]:<6}"
 
 
-def outcome_text(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
-    """Return a probe's samples/s with half of its 95 % interval, or why it failed.
+def outcome_text(observation: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
+    """Return a probe's samples/s with its error, or why the probe failed.
 
-    Warnings about the measurement follow.
+    The error is half of the 95 % interval. Warnings about the measurement follow.
     """
-    if isinstance(seen, Timed):
-        error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
-        doubts = "".join(f", {words}" for words in list_doubts(seen))
-        speed = f"{rate(seen.samples_per_second)} samples/s"
-        if seen.tokens and not seen.probe.layout.length:
-            speed = (
-                f"{rate(seen.tokens / seen.step_seconds)} tokens/s, {percent(seen.padding)} "
-                f"padding, {speed}"
-            )
+    if isinstance(observation, Timed):
+        error = half_width(
+            observation.throughput.value, observation.throughput.low, observation.throughput.high
+        )
+        doubts = "".join(f", {words}" for words in list_doubts(observation))
+        speed = f"{rate(observation.samples_per_second)} samples/s"
+        if observation.tokens and not observation.probe.layout.length:
+            tokens = rate(observation.tokens / observation.step_seconds)
+            speed = f"{tokens} tokens/s, {percent(observation.padding)} padding, {speed}"
         return f"{speed} {plus_minus}{error}{doubts}"
-    if isinstance(seen, OutOfMemory):
-        who = ", ".join(labels[i] for i in seen.devices)
+    if isinstance(observation, OutOfMemory):
+        who = ", ".join(labels[i] for i in observation.devices)
         return "out of memory" + (f" on {who}" if who else "")
-    return f"failed: {plain(seen.detail, 200)}"
+    return f"failed: {plain(observation.detail, 200)}"
 
 
-def outcome_name(seen: Observation) -> str:
+def outcome_name(observation: Observation) -> str:
     """Return "timed", "out of memory" or "failed"."""
-    if isinstance(seen, Timed):
+    if isinstance(observation, Timed):
         return "timed"
-    return "out of memory" if isinstance(seen, OutOfMemory) else "failed"
+    return "out of memory" if isinstance(observation, OutOfMemory) else "failed"
 
 
 def share_text(layout: Layout, device: int) -> str:
@@ -202,37 +202,42 @@ def summary_lines(
     labels: Sequence[str],
     verdict: str = "",
     width: int | None = None,
-    found: Verdict | None = None,
+    verdict_data: Verdict | None = None,
     next_commands: Sequence[str] = (),
 ) -> list[str]:
     """Return the result of a search, which is the plan's shares, its alternatives, and the verdict.
 
-    - `verdict`: the verdict as text, for runs that have no `found`.
+    - `verdict`: the verdict as text, for runs by older versions, which have no `verdict_data`.
     - `width`: where to wrap lines; None doesn't wrap.
-    - `found`: the verdict as data.
+    - `verdict_data`: the verdict as data.
     - `next_commands`: commands that the user can run next.
     """
-    frontier = frontier_table(found).lines()
+    frontier = frontier_table(verdict_data).lines()
     rivals = [
         part
-        for text in rival_lines(plan, labels, with_gains=found is None)
+        for text in rival_lines(plan, labels, with_gains=verdict_data is None)
         for part in folded(text, width, "  ")
     ]
-    tables = [*about_lines(plan, found, width), *share_table(plan, labels, width), "", *rivals]
+    tables = [
+        *about_lines(plan, verdict_data, width),
+        *share_table(plan, labels, width),
+        "",
+        *rivals,
+    ]
     if frontier:
         tables += ["", *frontier[:-1]]
-    return [*tables, "", *verdict_lines(plan, verdict, width, found, next_commands)]
+    return [*tables, "", *verdict_lines(plan, verdict, width, verdict_data, next_commands)]
 
 
-def about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[str]:
+def about_lines(plan: Plan, verdict: Verdict | None, width: int | None) -> list[str]:
     """Return the workload, framework and precision, and whether devices are simulated.
 
-    Returns no lines for an old run, which has no verdict as data (`found`).
+    Returns no lines if `verdict` is None, as for runs by older versions.
     """
-    if found is None:
+    if verdict is None:
         return []
     lines = []
-    if found.simulated:
+    if verdict.simulated:
         lines.append(
             "simulated: the devices' speeds are written down, not measured on hardware, and "
             "seconds are simulated ones"
@@ -247,44 +252,44 @@ def verdict_lines(
     plan: Plan,
     verdict: str,
     width: int | None,
-    found: Verdict | None = None,
+    verdict_data: Verdict | None = None,
     next_commands: Sequence[str] = (),
 ) -> list[str]:
     """Return the recommendation, next steps, warnings, and how the search ended.
 
-    For an old run without a verdict as data (`found`), the text `verdict` is used.
+    If `verdict_data` is None, as for runs by older versions, the text `verdict` is used.
     """
     first, *others = verdict.split("\n")
     written = VerdictText(
         first, "", "", remarks=tuple(others)
     )  # a run by an older version has only the text
     mentioned: Sequence[str] = ()
-    if found is not None:
-        written = write_verdict(found)
-        mentioned = (*written.doubts, SIMULATED) if found.simulated else written.doubts
+    if verdict_data is not None:
+        written = write_verdict(verdict_data)
+        mentioned = (*written.doubts, SIMULATED) if verdict_data.simulated else written.doubts
     head = [line for line in (written.recommendation, written.headline) if line]
     texts = [plain(line, 2000) for line in (*head, *next_commands)]
     texts += [f"warning: {plain(doubt)}" for doubt in written.doubts]
     texts += [plain(remark, 2000) for remark in written.remarks]
     if plan.search.probes:
-        texts.append(write_search(plan.search, found))
+        texts.append(write_search(plan.search, verdict_data))
     left = [warning for warning in plan.warnings if warning not in mentioned]
     texts += [f"warning: {plain(warning)}" for warning in left]
     return list(chain.from_iterable(folded(text, width, "  ") for text in texts))
 
 
-def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
+def write_search(search: SearchSummary, verdict: Verdict | None = None) -> str:
     """Return the number of probes in a search, how long it took, and why it stopped."""
     # The reason is left out if it would contradict the recommendation to measure again.
-    failed = found.failed if found is not None else 0
+    failed = verdict.failed if verdict is not None else 0
     full = search.out_of_memory
     effort = [f"{search.probes} probe{'s' * (search.probes != 1)}"]
     effort += [f"{full} out of memory"] if full or not failed else []
     effort += [f"{failed} failed"] if failed else []
     seconds = duration(search.seconds)
-    simulated = found is not None and found.simulated
+    simulated = verdict is not None and verdict.simulated
     effort.append(f"{seconds} of simulated time" if simulated else seconds)
-    why = search.why_stopped if found is None else write_end(found, search.why_stopped)
+    why = search.why_stopped if verdict is None else write_end(verdict, search.why_stopped)
     return plain(f"{', '.join(effort)}. {why}".rstrip(), 1000)
 
 
@@ -337,7 +342,7 @@ def write_device_share(share: Share) -> str:
 def _explain_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
     """Explain the table's column "alone", which has the samples/s of each device by itself.
 
-    `solos` has the measurement in that column by the position of its device.
+    `solos` maps the position of a device to its measurement in that column.
     """
     shares = [*plan.layout.active, *(solo.layout.active[0] for solo in solos.values())]
     lines = ["alone: samples/s of a device by itself, at that many samples a step"]
@@ -351,7 +356,7 @@ def _explain_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequence[str]
 def _explain_faster_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequence[str]) -> str:
     """Name the devices that were faster alone at a batch size other than the compared one.
 
-    `solos` has the compared measurement of each device by its position.
+    `solos` maps the position of a device to its measurement in the column "alone".
     """
     single = find_single(plan)
     if single is None:
@@ -372,12 +377,13 @@ def _explain_faster_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequen
     return f"; {names} {was} faster with another batch than the {batch} samples that are compared"
 
 
-def frontier_table(found: Verdict | None) -> Table:
-    """Return a table of the samples/s at each batch size, and of their worth in learning.
+def frontier_table(verdict: Verdict | None) -> Table:
+    """Return a table of the samples/s at each batch size, and what they are worth for learning.
 
-    It is empty without a gradient noise scale.
+    The worth is the samples/s that small batches would need to learn equally fast. The table is
+    empty if the gradient noise scale is unknown.
     """
-    learning = found.learning if found is not None else None
+    learning = verdict.learning if verdict is not None else None
     frontier = learning.frontier if learning is not None else ()
     rows = [(str(batch), rate(speed), rate(value)) for batch, speed, value in frontier]
     return Table("", [("batch", "samples/s", "worth in learning"), *rows], 0)
@@ -442,23 +448,23 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
     return lines
 
 
-def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
+def _write_other_batch(plan: RatedLayout, rival: RatedLayout) -> str:
     """Return the batch size of a layout if it differs from the plan's, or ""."""
     # It would be a repetition for a rival on one device, whose share is the whole batch, and for a
     # larger batch, whose name contains its size.
     total = sum(rival.batches)
     alone = len(rival.batches) - rival.batches.count(0) < 2
-    if total == sum(own.batches) or alone or rival.kind == "larger_batch":
+    if total == sum(plan.batches) or alone or rival.kind == "larger_batch":
         return ""
     return f" = {total} samples a step"
 
 
-def _write_remark(own: RatedLayout, rival: RatedLayout) -> str:
+def _write_remark(plan: RatedLayout, rival: RatedLayout) -> str:
     """Return a remark about the speed of a compared layout, but not the plan's gain over it."""
     # For the sum of solo throughputs, the note is the fraction of the sum that the plan reaches.
     # For other rivals, it is why no gain is known.
-    if rival.gain_of(own) is None or rival.kind == "sum":
-        return _write_plan_gain(own, rival)
+    if rival.gain_of(plan) is None or rival.kind == "sum":
+        return _write_plan_gain(plan, rival)
     return f"; {_write_earlier(rival)}" if rival.earlier else ""
 
 
@@ -474,33 +480,33 @@ def _write_rate(interval: Interval) -> str:
     return f"{rate(interval.value)} samples/s ± {error}"
 
 
-def _explain_unknown_gain(own: RatedLayout, rival: RatedLayout) -> str:
+def _explain_unknown_gain(plan: RatedLayout, rival: RatedLayout) -> str:
     """Explain why it isn't known whether the plan is faster than a layout."""
     if not is_known(rival.rate):
         return "; too uncertain to compare"
-    if not is_known(own.rate):
+    if not is_known(plan.rate):
         return "; the plan's figure is too uncertain to compare"
     if len(rival.batches) - rival.batches.count(0) > 1:
-        return f"; none was measured near {sum(own.batches)} samples"
+        return f"; none was measured near {sum(plan.batches)} samples"
     return (
         "; less than in the plan, so a device alone was not measured at its best batch, or "
         "without the plan's loader workers or options"
     )
 
 
-def _write_plan_gain(own: RatedLayout, rival: RatedLayout) -> str:
+def _write_plan_gain(plan: RatedLayout, rival: RatedLayout) -> str:
     """Describe the plan's gain or loss against a layout."""
-    gain = rival.gain_of(own)
+    gain = rival.gain_of(plan)
     if gain is None:
-        return _explain_unknown_gain(own, rival)
+        return _explain_unknown_gain(plan, rival)
     if rival.kind == "sum":
-        part = write_gain(1 + gain, own.rate, rival.rate)
+        part = write_gain(1 + gain, plan.rate, rival.rate)
         bound = ", an upper bound" if gain <= 0 else ""  # errors may add up to more
         return f"{bound}; the plan reaches {part} of it"
     if rival.tie:
-        in_turn = "" if overlap(own.rate, rival.rate) else "measured alternately, "
+        in_turn = "" if overlap(plan.rate, rival.rate) else "measured alternately, "
         return f"; {in_turn}the plan is as fast: too close to call"
-    size = write_gain(abs(gain), own.rate, rival.rate)
+    size = write_gain(abs(gain), plan.rate, rival.rate)
     in_turn = "measured alternately, " if rival.paired is not None else ""
     if rival.earlier:
         in_turn = f"{_write_earlier(rival)}; "
@@ -557,7 +563,7 @@ def _report_entries(training: RecordedTraining) -> Iterator[str]:
 
 
 def _noise_sentences(training: RecordedTraining) -> Iterator[str]:
-    """Yield the last measurement of the gradient noise scale."""
+    """Yield a sentence about the gradient noise scale that was measured last."""
     # If the first measured value was clearly different, the sentence has both values.
     found = [entry for entry in training.entries if isinstance(entry, NoiseEntry)]
     for entry in found[-1:]:

@@ -23,11 +23,10 @@ SILENT_REPORT_SECONDS = 30.0  # a training is silent if its report is late by mo
 
 
 class Alert(NamedTuple):
-    """A problem of a device or training run that has lasted long enough to report.
+    """A problem with a device or training run that has lasted long enough to report.
 
     - `kind`: "hot", "throttled", "idle", "silent" or "below plan".
-    - `about`: the device's key, or the training run's id; without an id, "pid " and its process
-      id.
+    - `about`: the device's key, or the training run's id; without an id, "pid " and its process id.
     - `label`: the name to show for the device or training run.
     - `at_seconds`: when it was raised, in Unix seconds.
     """
@@ -58,7 +57,7 @@ class AlertWatch:
         self._since: dict[tuple[str, str], float] = {}
         self._reported: set[tuple[str, str]] = set()
 
-    def see(self, snapshot: Snapshot) -> tuple[Alert, ...]:
+    def update(self, snapshot: Snapshot) -> tuple[Alert, ...]:
         """Return the alerts that a new reading of the devices raises.
 
         Each kind of problem must last for its time in `SECONDS` before it is reported. It is

@@ -141,10 +141,10 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
     )
 
 
-def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
+def _tried_layout(state: SessionState, best_layout: Layout) -> Layout | None:
     """Return the split that is being measured, or None if it is the best one."""
     splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
-    known = (chosen.shares, chosen.pass_rows)
+    known = (best_layout.shares, best_layout.pass_rows)
     return next((layout for layout in splits if (layout.shares, layout.pass_rows) != known), None)
 
 
@@ -170,17 +170,17 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
     return tuple(lines)
 
 
-def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
+def _count_name_cells(layouts: Sequence[RatedLayout], width: int) -> int:
     """Return the width of the column with layout names."""
     if width < _WHOLE_CELLS:
-        widest_gain = max(len(write_gain_of(found[0], each)) for each in found)
+        widest_gain = max(len(write_gain_of(layouts[0], each)) for each in layouts)
         return max(1, min(USUAL_NAME, width - _BRIEF_CELLS - widest_gain))
-    longest = max(len(each.name) for each in found)
+    longest = max(len(each.name) for each in layouts)
     return max(USUAL_NAME, min(longest, USUAL_NAME + width - _ROOMY_CELLS))
 
 
 def write_fastest(state: SessionState) -> str:
-    """Explain why one measurement was faster than the best layout's mean, or return ""."""
+    """Say why a measurement was faster than the mean of the best layout; "" if none was faster."""
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
     whole = [each for each in timed(state) if not each.probe.layout.length]

@@ -83,36 +83,38 @@ def gib(count: float) -> str:
     return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
 
-def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> tuple[str, bool]:
+def reading_text(
+    reading: Reading, format_value: Callable[[float], str], width: int
+) -> tuple[str, bool]:
     """Return the text of a reading, and whether it is a current value.
 
-    `draw` formats the value. A missing value becomes a word or a mark. An old value has "~" in
-    front; if both don't fit in `width` cells, the text is "~" alone.
+    A missing value becomes a word or a mark. An old value has "~" in front; if both don't fit in
+    `width` cells, the text is "~" alone.
     """
     if reading.current is not None:
-        return draw(reading.current), True
+        return format_value(reading.current), True
     if reading.state is State.DENIED:
         return ("denied" if width >= 6 else Mark.DENIED), False
     if reading.state is State.LOST:
         return ("lost" if width >= 4 else Mark.LOST), False
     if reading.value is None:
         return (Mark.PENDING if reading.state is State.STALE else Mark.NONE), False
-    marked = Mark.STALE + draw(reading.value)
+    marked = Mark.STALE + format_value(reading.value)
     return (marked if cells(marked) <= width else Mark.STALE), False
 
 
 def draw_reading(
     reading: Reading,
     width: int,
-    draw: Callable[[float], str] = whole,
+    format_value: Callable[[float], str] = whole,
     tone: Callable[[float], Tone] | Tone = "text",
 ) -> Span:
     """Draw a reading in `width` cells, aligned to the right.
 
-    A current value has the tone `tone`. Old and missing values are "dim", and the word for a lost
-    device is "bad".
+    A current value has the tone `tone`. Old and missing values have the tone "dim", and those of a
+    lost device "bad".
     """
-    text, current = reading_text(reading, draw, width)
+    text, current = reading_text(reading, format_value, width)
     if not current:
         return Span(text.rjust(width), "bad" if reading.state is State.LOST else "dim")
     number = reading.value or 0.0
@@ -209,7 +211,7 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, max_steps: int) -> int:
-    """Return how many of the `max_steps` steps of a graph's column a value fills."""
+    """Return how many steps of a graph's column a value fills, out of `max_steps`."""
     # A known value has at least one step, so that it is visible.
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0

@@ -1,4 +1,4 @@
-"""The chart of a search, which plots samples/s of each device alone against its rows."""
+"""The chart of a search, which plots samples/s of each device alone against its batch size."""
 
 from __future__ import annotations
 
@@ -109,11 +109,15 @@ def _index_by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[i
     return found
 
 
-def _mark_failed_batches(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
+def _mark_failed_batches(
+    state: SessionState, charted_curves: Sequence[ChartedCurve]
+) -> tuple[Zone, ...]:
     """Return a mark for each batch size that ran out of memory."""
     # From the largest of these batch sizes on, the chart is hatched.
     failed = [
-        (curve.failed_batch, curve.device) for curve in found if curve.failed_batch is not None
+        (curve.failed_batch, curve.device)
+        for curve in charted_curves
+        if curve.failed_batch is not None
     ]
     if not failed:
         return ()

@@ -207,7 +207,7 @@ def _has_work(row: PanelRow) -> bool:
 
 
 def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return a function that picks the tone of used bytes, a warning from 98 % of the memory on."""
+    """Return a function that picks the tone for used memory in bytes: a warning from 98 % on."""
     most = sample.memory_total_bytes.value
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
 
@@ -219,25 +219,29 @@ def _reading(
     field: str,
     unit: str,
     least_width: int,
-    draw: Callable[[float], str] = whole,
+    format_value: Callable[[float], str] = whole,
     tone: Tone | Callable[[DeviceSample], Callable[[float], Tone]] = "text",
     limit: str = "",
-    full: float = 0.0,
-    most: int = 0,
+    full_bar: float = 0.0,
+    max_width: int = 0,
 ) -> Column[Any]:
-    """Make the column that shows the metric `field` of each device.
+    """Make a column of the device table that shows the metric `field`.
 
-    A wide column also shows the metric's limit, the unit, and a bar. `limit` is the name of the
-    metric with the limit. A bar without a limit is full at the value `full`.
+    A wide column also shows the metric's limit, its unit, and a bar.
+
+    - `least_width`: the column shows the unit if it is at least this wide.
+    - `limit`: the field with the limit, at which the bar is full.
+    - `full_bar`: the value at which the bar is full if there is no limit.
+    - `max_width`: how wide the column may get.
     """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:
         reading: Reading = getattr(row.sample, field)
         if reading.value is None or reading.state is State.LOST:
-            return (draw_reading(reading, width, draw),)
-        text, current = reading_text(reading, draw, width)
+            return (draw_reading(reading, width, format_value),)
+        text, current = reading_text(reading, format_value, width)
         most = getattr(row.sample, limit).value if limit else None
-        of = f"/{draw(most)}" if most else ""
+        of = f"/{format_value(most)}" if most else ""
         of = of if cells(text + of) <= width else ""
         shade: Tone = "dim"
         if current:
@@ -248,12 +252,12 @@ def _reading(
             return spans
         spans = (*pad(spans, needed - len(unit), "right"), Span(unit, "dim"))
         left = width - needed - 1
-        whole_bar = most or full
+        whole_bar = most or full_bar
         if left <= 3 or not whole_bar:
             return spans
         return (*bar(reading.value / whole_bar, left, shade), Span(" "), *spans)
 
-    return Column(key, titles, widths, cell, most=most, there=_supports_any(field))
+    return Column(key, titles, widths, cell, most=max_width, there=_supports_any(field))
 
 
 _REASON_LETTERS = {
@@ -339,8 +343,8 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
         " %",
         5,
         tone="accent",
-        full=100.0,
-        most=40,
+        full_bar=100.0,
+        max_width=40,
     ),
     _reading("sm", ("SM",), (3, 5), "sm_percent", " %", 5),
     _reading("tensor", ("tensor", "tens", "TC"), (3, 6), "tensor_percent", " %", 5),
@@ -355,7 +359,7 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
         gib,
         memory_tone,
         "memory_total_bytes",
-        most=30,
+        max_width=30,
     ),
     _reading(
         "temperature",
@@ -377,7 +381,7 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
         whole,
         "power",
         "power_limit_watts",
-        most=26,
+        max_width=26,
     ),
     _reading("clock", ("clock", "MHz"), (4, 8), "clock_mhz", " MHz", 8),
     Column(

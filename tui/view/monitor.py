@@ -63,16 +63,17 @@ def arrange(
     return {"#devices": listed, "#graphs": graphs, "#processes": left - graphs}
 
 
-def top_line(screens: Mapping[str, str], shown: str, statuses: Sequence[str], width: int) -> Line:
+def top_line(
+    screens: Mapping[str, str], open_screen: str, statuses: Sequence[str], width: int
+) -> Line:
     """Draw the names of the screens at the left, and the longest status that fits at the right.
 
-    `shown` is the key in `screens` of the open one. `statuses` are sorted from the longest to the
-    shortest.
+    `open_screen` is a key in `screens`. `statuses` are sorted from the longest to the shortest.
     """
     left = [Span(" evener ", "strong")]
     for number, (name, title) in enumerate(screens.items(), start=1):
         action = f"app.show('{name}')"
-        tone: Tone = "tab" if name == shown else "dim"
+        tone: Tone = "tab" if name == open_screen else "dim"
         left += [Span(f" {number} ", "key", action), Span(f"{title} ", tone, action), Span(" ")]
     room = width - span_cells(left) - 2
     status = next((text for text in statuses if cells(text) <= room), "")
@@ -164,12 +165,12 @@ def _fact(label: str, text: str, tone: Tone = "text") -> Line:
     return line(Span(f" {label:<{_LABEL_CELLS}}", "title"), Span(text, tone))
 
 
-def describe_reading(reading: Reading, draw: Callable[[float], str]) -> str:
+def describe_reading(reading: Reading, format_value: Callable[[float], str]) -> str:
     """Return a reading in words, with its value and age, or why it is missing."""
     if reading.state is State.VALUE and reading.value is not None:
-        return draw(reading.value)
+        return format_value(reading.value)
     if reading.state is State.STALE and reading.value is not None:
-        return f"{draw(reading.value)} (stale: {duration(reading.age_seconds)} old)"
+        return f"{format_value(reading.value)} (stale: {duration(reading.age_seconds)} old)"
     return STATE_WORDS[reading.state]
 
 
@@ -411,15 +412,17 @@ def identity(sample: ProcessSample) -> Identity:
     return (sample.pid, sample.start_time, f"{sample.host}/{sample.device_id}")
 
 
-def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tuple[ProcessRow, ...]:
+def process_rows(
+    snapshot: Snapshot, ended_processes: Sequence[ProcessSample] = ()
+) -> tuple[ProcessRow, ...]:
     """Return the table rows of a reading's processes, and of processes that have just ended."""
     return tuple(
         ProcessRow(
-            _as_old(each) if each in ended else each,
+            _as_old(each) if each in ended_processes else each,
             snapshot.at_seconds - each.start_time if each.start_time else None,
-            ended=each in ended,
+            ended=each in ended_processes,
         )
-        for each in sorted((*snapshot.processes, *ended), key=identity)
+        for each in sorted((*snapshot.processes, *ended_processes), key=identity)
     )
 
 

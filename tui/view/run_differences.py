@@ -34,18 +34,18 @@ class ComparedFact(NamedTuple):
         return self.before != self.after
 
 
-def compare_runs(one: StoredRun, other: StoredRun) -> list[ComparedFact]:
+def compare_runs(first_run: StoredRun, second_run: StoredRun) -> list[ComparedFact]:
     """Return the properties of two runs and, if both have a plan, those of their plans."""
-    found = list(_compare_requests(one, other))
-    if one.plan is not None and other.plan is not None:
-        found += _compare_plans(one.plan, other.plan)
+    found = list(_compare_requests(first_run, second_run))
+    if first_run.plan is not None and second_run.plan is not None:
+        found += _compare_plans(first_run.plan, second_run.plan)
     return found
 
 
-def _compare_requests(one: StoredRun, other: StoredRun) -> Iterator[ComparedFact]:
-    yield ComparedFact("workload", one.header.workload, other.header.workload)
-    yield ComparedFact("devices", _name_devices(one), _name_devices(other))
-    yield ComparedFact("settings", _write_settings(one), _write_settings(other))
+def _compare_requests(first_run: StoredRun, second_run: StoredRun) -> Iterator[ComparedFact]:
+    yield ComparedFact("workload", first_run.header.workload, second_run.header.workload)
+    yield ComparedFact("devices", _name_devices(first_run), _name_devices(second_run))
+    yield ComparedFact("settings", _write_settings(first_run), _write_settings(second_run))
 
 
 def _name_devices(run: StoredRun) -> str:
@@ -94,26 +94,26 @@ def _signed(change: float) -> str:
     return f"{'+' if change > 0 else '-'}{percent(abs(change), digits)}"
 
 
-def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line, ...]:
+def difference_lines(first_run: StoredRun, second_run: StoredRun, width: int) -> tuple[Line, ...]:
     """Return a table of the properties that differ between two runs.
 
     A warning comes first if their workloads or devices differ.
     """
-    found = compare_runs(one, other)
+    found = compare_runs(first_run, second_run)
     lines = list(_warn(found, width))
     shown = [each for each in found if each.differs or each.name == "samples/s"]
     cells = max(6, min(MOST_CELLS, (width - LABEL_CELLS - 4 - CHANGE_CELLS) // 2))
     room = max(6, width - LABEL_CELLS - 4 - 2 * cells)
-    lines.append(_heading(one.header.run, other.header.run, cells))
+    lines.append(_heading(first_run.header.run, second_run.header.run, cells))
     lines += [_draw(each, cells, room) for each in shown]
     if not any(each.differs for each in found):
         lines.append(line(Span(" The two runs and their plans are alike.", "dim")))
     return tuple(lines)
 
 
-def _heading(one: str, other: str, width: int) -> Line:
+def _heading(first_run: str, second_run: str, width: int) -> Line:
     """Return the heading, with the ids of the two runs."""
-    runs = " ".join(fit(plain(run), width) for run in (one, other))
+    runs = " ".join(fit(plain(run), width) for run in (first_run, second_run))
     return line(Span(f" {'':<{LABEL_CELLS}}{runs} change", "title"))
 
 

@@ -66,25 +66,27 @@ def log_rows(state: SessionState) -> list[LogRow]:
     return rows[::-1]
 
 
-def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
+def _find_news(
+    observation: Observation, fastest: float, solo_speeds: dict[int, dict[int, float]]
+) -> str:
     """Return a remark about a measurement, such as its warnings or its gain, or "".
 
     - `fastest`: the highest samples/s before it.
-    - `alone`: earlier samples/s of each device alone, by device and batch size.
+    - `solo_speeds`: earlier samples/s of each device alone, by device and batch size.
     """
-    if not isinstance(seen, Timed):
+    if not isinstance(observation, Timed):
         return ""
-    doubts = ", ".join(list_doubts(seen))
+    doubts = ", ".join(list_doubts(observation))
     if doubts:
         return doubts
-    layout, speed = seen.probe.layout, seen.samples_per_second
+    layout, speed = observation.probe.layout, observation.samples_per_second
     if layout.length:
         return ""
     # compare one device with its next smaller batch, several with the fastest so far
     if len(layout.active) == 1:
         smaller = {
             batch: rate_before
-            for batch, rate_before in alone.get(layout.active[0], {}).items()
+            for batch, rate_before in solo_speeds.get(layout.active[0], {}).items()
             if batch < layout.global_batch
         }
         if not smaller:

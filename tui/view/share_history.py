@@ -1,4 +1,4 @@
-"""How the shares of a training run changed over time."""
+"""A drawing of how the shares of a training run change over time."""
 
 from __future__ import annotations
 

@@ -198,12 +198,12 @@ def _heading(plan: GraphPlan, width: int) -> Line:
 
 
 def _draw_label(
-    sample: DeviceSample, rows: int, width: int, chosen: bool
+    sample: DeviceSample, rows: int, width: int, is_chosen: bool
 ) -> list[tuple[Span, ...]]:
     """Return lines with a device's label and product name, to draw at the left of its graphs."""
     room = width - 2
     label = cut(sample.device.label.rpartition("/")[2], room)
-    mark = Mark.CURSOR if chosen else " "
+    mark = Mark.CURSOR if is_chosen else " "
     first = (Span(mark, "strong"), Span(fit(label, room), "strong"), Span(" "))
     product = short_name(sample.device.name)
     if len(product) > room:

@@ -118,9 +118,9 @@ def _max_columns(width: int, limit: int, ticks: float) -> int:
 
 
 def _min_columns(count: int, limit: int, height: int) -> int:
-    """Return the smallest number of columns at which `count` graphs are high enough.
+    """Return how many columns are needed to make each of `count` graphs high enough.
 
-    Returns `limit` if none is.
+    At most `limit`.
     """
     for columns in range(1, limit):
         if -(-count // columns) * GOOD_HEIGHT <= height:
@@ -188,7 +188,7 @@ def _graph_noise(noise: NoiseScale, values: Values) -> Graph:
 def _draw_graphs(
     graphs: Sequence[Graph], reader: Reader, width: int, height: int, columns: int
 ) -> tuple[Line, ...]:
-    """Draw the graphs in columns."""
+    """Draw the graphs in rows of `columns` graphs each."""
     rows = -(-len(graphs) // columns)
     lines: list[Line] = []
     for row in range(rows):

@@ -110,9 +110,9 @@ def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
     return (Span(words if cells(words) <= width else cut(kinds, width), "warn"),)
 
 
-def _indent(draw: Cell[TrainingRow]) -> Cell[TrainingRow]:
+def _indent(draw_cell: Cell[TrainingRow]) -> Cell[TrainingRow]:
     """Return a cell function that draws a blank in front of a cell."""
-    return lambda row, width: (Span(" "), *draw(row, width - 1))
+    return lambda row, width: (Span(" "), *draw_cell(row, width - 1))
 
 
 def _name(row: TrainingRow) -> str:
@@ -235,7 +235,10 @@ def _bar(longest_s: float) -> Cell[RankRow]:
 
 
 def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
-    """Return the table of ranks. Its bars divide their step time into parts, on the same scale."""
+    """Return the table of ranks. A bar in each row divides the rank's step time into parts.
+
+    All bars have the same scale.
+    """
     longest_s = max((row.step.step_s for row in ranks), default=0.0)
     columns: tuple[Column[RankRow], ...] = (
         Column(

@@ -214,14 +214,14 @@ class BalanceView(UsesApp, Widget):
         notes = 0 if self.state.ended else len(warning_lines(self.state.notes, width, 2))
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
-    def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
+    def _fact_rows(self, width: int, frame: int, is_narrow: bool) -> int:
         """Return the height of the panels that show shares and compared layouts; 0 hides them."""
         # They are hidden as long as there is nothing to compare, and after the search, because the
-        # result contains them. On a `narrow` terminal, only the rivals are shown.
+        # result contains them. A narrow terminal shows only the compared layouts.
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
             return 0
         compared = len(rivals(self.state)) + bool(write_fastest(self.state))
-        if narrow:
+        if is_narrow:
             return compared + frame
         return max(4, compared, self._share_rows(width)) + frame
 

@@ -182,9 +182,9 @@ class SortedPanel(ListPanel[RowT]):
         """Return the text that the filter searches; subclasses implement it."""
         raise NotImplementedError
 
-    def set_data(self, found: Sequence[RowT]) -> None:
+    def set_data(self, rows: Sequence[RowT]) -> None:
         """Set all rows, before filtering and sorting."""
-        self.found = found
+        self.found = rows
         self.redraw()
 
     def redraw(self) -> None:

@@ -49,7 +49,7 @@ class ChartPanel(Lines):
         return self.evener.settings.log_axes
 
     def set_data(self, chart: Chart) -> None:
-        """Show a chart. The cursor stays where it is if there is a point in the new chart."""
+        """Show a chart. The cursor stays where it is if the new chart has a point there."""
         cursor = self.chart.cursor if self.chart.cursor in chart.stops() else None
         self.chart = chart._replace(cursor=cursor)
         self.redraw()
