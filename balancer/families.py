@@ -53,7 +53,7 @@ class SearchView(Protocol):
     def common_batch(self) -> int | None:
         """Global batch at which all kinds of layouts are compared.
 
-        It is None until it was chosen.
+        It is None until the search has chosen it.
         """
 
     @property

@@ -69,8 +69,9 @@ class Energy(Objective, frozen=True):
     def costs(self, measurements: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
         """Return the power of each device in watts, while it computes and while it is idle.
 
-        For computing, this is the highest power that was measured; for idling, the lowest. 0 stands
-        for an unknown power. The list is empty if no computing device's power is known.
+        The power while computing is the highest that was measured, and the idle power is the
+        lowest. 0 stands for an unknown power. The list is empty if no computing device's power is
+        known.
         """
         active = [0.0] * devices
         idle: list[list[float]] = [[] for _ in range(devices)]

@@ -92,7 +92,7 @@ class Session(EventThread):
         super().stop()
 
     def close(self) -> None:
-        """Stop, kill all processes, and close the run."""
+        """Stop the search, kill all processes, and close the run."""
         self.stop()
         self._prober.close()
         super().close()
@@ -351,7 +351,7 @@ class Session(EventThread):
 def latest_end(budget_seconds: float | None) -> float:
     """Return the latest time at which a probe may end, in seconds since the search began.
 
-    It is a grace period after the end of the budget; inf without a budget.
+    This is a grace period after the end of the budget. Returns inf without a budget.
     """
     return (
         math.inf

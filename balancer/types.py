@@ -419,7 +419,10 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A layout's throughput in samples/s, and in `turns` how often it was measured."""
+    """A layout's throughput in samples/s.
+
+    `turns` is how often it was measured.
+    """
 
     layout: Layout
     throughput: Interval

@@ -348,9 +348,9 @@ class ChildProber:
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
         """Return the largest share for an extra first step with a smaller batch.
 
-        Returns 0 for no such step. TensorFlow traces a function for the first batch size, and at
-        the second batch size once more for all sizes. The extra step keeps this out of the
-        measurement.
+        TensorFlow traces a function for the first batch size, and at the second batch size once
+        more for all sizes. The extra step keeps this out of the measurement. Returns 0 if no such
+        step is needed.
         """
         request = self._resolved.request
         traced = (

@@ -5,9 +5,8 @@ Four things rule out a fork:
 - Threads other than the one that forks, because they don't exist in the copy. Some libraries, such
   as OpenBLAS, end their threads before each fork and start them again when needed. Such threads
   don't matter. A trial fork shows which threads remain.
-- Open files, because both processes would share the position in them. Files of a
-  driver may be open because of its management library, such as NVML. A trial then starts the driver
-  in a fork.
+- Open files, because both processes would share the position in them. Files of a driver may be open
+  because of its management library, such as NVML. A trial then starts the driver in a fork.
 - A device's driver that has started, because it doesn't survive a fork.
 - A build that reads anything about its rank, because each copy would have the same result.
 """

@@ -399,7 +399,7 @@ def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
     """Return the fraction of time in which a device was throttled between two driver readings.
 
     `counter` is the reading's field with the seconds of one cause, such as "capped_seconds".
-    Returns 0 if unknown.
+    Returns 0 if it is unknown.
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0

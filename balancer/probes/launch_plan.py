@@ -257,7 +257,7 @@ class MemoryBudget:
         )
 
     def usable_bytes(self, position: int) -> int:
-        """Return the usable memory of a device in bytes, 0 if unknown."""
+        """Return the usable memory of a device in bytes, or 0 if it is unknown."""
         return self._devices[position].usable_memory_bytes or 0
 
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:

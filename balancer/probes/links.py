@@ -146,7 +146,7 @@ def measure_links(
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
     """Return the NCCL environment variables with which an all-reduce works between these devices.
 
-    The text is like "NCCL_P2P_DISABLE=1"; "" if no variables help.
+    The text has the form "NCCL_P2P_DISABLE=1". Returns "" if no variables help.
     """
     everyone = [tuple(range(len(devices)))]
     for transport, variables in TRANSPORTS.items():

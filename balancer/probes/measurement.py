@@ -418,7 +418,7 @@ class Measurement:
     def _cpu_share(self, reply: Ran) -> float | None:
         """Return the fraction of a block in which the process got the CPU cores that it needed.
 
-        Returns None if unknown.
+        Returns None if it is unknown.
         """
         # other processes may use its cores, so the fraction is unknown
         if not self._ranks.own_cores:

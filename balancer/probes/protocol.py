@@ -255,8 +255,8 @@ class Stack(msgspec.Struct, frozen=True):
 def read_stack(output: str) -> Stack | None:
     """Find the stack of a probe process's main thread in its standard error output.
 
-    `faulthandler` wrote it there. If there are several, the newest is returned; None if there is
-    none.
+    `faulthandler` wrote it there. Returns the newest stack if there are several, and None if there
+    is none.
     """
     for text in reversed(_THREAD.split(output)[1:]):
         frames = _FRAME.findall(text)  # the innermost first

@@ -186,7 +186,7 @@ def _compare_rates(own: Interval, other: Interval) -> RateGap:
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Convert how much faster a layout is than the plan to how much faster the plan is."""
+    """Return how much faster the plan is, given how much faster the other layout is."""
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )

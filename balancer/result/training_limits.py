@@ -262,9 +262,9 @@ def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long a step waits for CPU cores and for kernel launches.
+    """Yield how long a step waits for kernel launches, and for CPU cores.
 
-    Other programs use the cores meanwhile.
+    It waits for cores while other programs use them.
     """
     starved = measured.longest_seconds("starved_seconds") or 0.0
     named = [
@@ -298,7 +298,7 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
     """Return the seconds saved by doubling the batch of a launch-bound GPU.
 
-    They are saved for each batch of the present size. In a step of `step_s` seconds, the GPU waits
+    The result is for each batch of the present size. In a step of `step_s` seconds, the GPU waits
     `waits_s` seconds for kernel launches. A step with a larger batch needs no more launches.
     """
     # the host takes as long as before, and the device twice as long

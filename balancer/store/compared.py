@@ -99,8 +99,8 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     def is_beyond(self, threshold: float) -> bool:
         """Return whether the second run is slower by more than the fraction `threshold`.
 
-        Returns False if the error of the measurement is so large that it may be as fast as the
-        first.
+        Returns False if the second run may be as fast as the first within the error of the
+        measurement.
         """
         return self.least > 0 and self.slowdown > threshold
 

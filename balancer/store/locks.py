@@ -238,7 +238,7 @@ def _read_note(descriptor: int) -> Note:
 def _describe_note(note: Note) -> str:
     """Return text about a lock's holder, such as " (process 12, run x)".
 
-    Returns "" if it is unknown.
+    Returns "" if the holder is unknown.
     """
     pid = note.get("pid")
     run = note.get("run")
