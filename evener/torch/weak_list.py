@@ -13,7 +13,7 @@ _IS_THERE: Any = partial(is_not, None)
 
 
 class WeakList(Generic[T]):
-    """List of weak references to objects, over which iterating is fast."""
+    """List of weak references to objects, with fast iteration."""
 
     # Iterating over a WeakSet or WeakKeyDictionary takes several times as long.
 

@@ -33,7 +33,7 @@ def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
     """
     kept = _SavedValues()
     kept.save(function, DEPTH)
-    return kept.restore_value
+    return kept.restore_all
 
 
 class _SavedValues:
@@ -92,7 +92,7 @@ class _SavedValues:
         else:
             self.save(value, depth)
 
-    def restore_value(self) -> None:
+    def restore_all(self) -> None:
         """Restore all saved values."""
         for data, was in self._data:
             restore_value(data, was)

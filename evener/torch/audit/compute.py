@@ -141,7 +141,8 @@ class GradientSketcher:
         - `computation`: the passes.
         - `disturbance`: seed of random errors as large as rounding errors; 0 adds none.
         - `seed`: seed of the random numbers that the passes draw.
-        - `modes`: a context manager for each pass, in place of a new EvenRandomness.
+        - `modes`: context managers that replace random operations, one for each pass; by default a
+          new EvenRandomness.
         """
         # errors that the user's own code raises aren't caught
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
@@ -161,7 +162,7 @@ class GradientSketcher:
 
     @property
     def may_be_quick(self) -> bool:
-        """Whether the next passes may use the faster way of `sum_quickly`."""
+        """Whether `sum_quickly` may be used for the next passes."""
         # not if passes draw random numbers, only losses can be compared, or rounding is always
         # measured
         return not (self._known.draws or self.losses_only or self.measures_rounding)
@@ -189,7 +190,7 @@ class GradientSketcher:
         return sums
 
     def sketch_fast(self, computation: Sequence[Piece]) -> Sketch:
-        """Return a gradient's sketch, computed in the faster way of `sum_quickly` if possible."""
+        """Return a gradient's sketch, by `sum_quickly` if that is possible."""
         # the faster passes take about half the time
         sums = None if self._known.draws else self.sum_quickly(computation)
         return self.sketch(computation) if sums is None else self.read(sums)

@@ -111,8 +111,8 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     def _add_relative_errors(self, result: torch.Tensor, terms: int, first_axis: int) -> None:
         """Add normally distributed errors to a result, in proportion to the values of each row.
 
-        `terms` is the number of terms in the sum that each value is. A row consists of the values
-        with the same indices on all axes before `first_axis`.
+        Each value is the sum of `terms` terms. A row consists of the values with the same indices
+        on all axes before `first_axis`.
         """
         # a row's magnitude is its root mean square
         device = result.device
@@ -133,9 +133,10 @@ def _as_sequence(result: Any) -> Sequence[Any]:
 
 
 def _count_terms(name: str, arguments: Any, index: int) -> int:
-    """Return how many terms an operation adds up for each value of its result number `index`.
+    """Return how many terms an operation adds up for each value of a result.
 
-    The result is 0 if the operation doesn't compute sums.
+    `index` is the index of the result, if the operation has several. The result is 0 if it doesn't
+    compute sums.
     """
     if name in _PRODUCTS:
         return int(arguments[_PRODUCTS[name]].shape[-1])
@@ -224,7 +225,7 @@ def _fixed_instead_of_random(draw: _Draw) -> Any:
 
 
 def _draw_by_arguments(draw: _Draw) -> Any:
-    """Return a result for a distribution whose parameters are tensors; return None for others."""
+    """Return a result for a distribution whose parameters are tensors, or else None."""
     # parameters, such as means, may differ from row to row
     if draw.name in _DISTRIBUTIONS and not isinstance(draw.arguments[0], float):
         return _DISTRIBUTIONS[draw.name](*draw.arguments)

@@ -46,7 +46,7 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 class RowNumber(int):
     """An int that the user's script read as the number of rows of its batch.
 
-    When the recorded calls are repeated on other rows, their number replaces it.
+    When the recorded calls are repeated on other rows, it becomes the number of those rows.
     """
 
     factor = 1
@@ -93,8 +93,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     Recording begins when the object is created and ends with `close`. Arguments:
 
-    - `models`: the models. A model in training mode is recorded as one call, without the calls
-      inside it; the others aren't recorded as models.
+    - `models`: the models. A model in training mode is recorded as a single call. Of other models,
+      the calls inside are recorded.
     - `batch`: the batch that the loss is computed from.
     - `after`: called after each backward pass with this recorder and the loss.
     - `rows`: row count of the batch; 0 takes it from the batch's first tensor.
@@ -486,7 +486,7 @@ class LossRecord:
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """Return whether a call uses a tensor with an entry per row that isn't in the batch."""
+        """Return whether a call uses a tensor with one entry per row from outside the batch."""
         # a replay can't replace the rows of such a tensor
         known = {id(each) for each in self.batch}
         for model in self.models:

@@ -104,7 +104,7 @@ class _Interpretations:
     ) -> None:
         """Audit the rows, with the constants that `count` selects treated as row counts.
 
-        The result replaces that of an earlier audit only if it found no difference. The other
+        An earlier audit's result is replaced only if this audit finds no difference. The other
         arguments are those of `audit_record`.
         """
         # `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES

@@ -77,7 +77,7 @@ def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -
 
 
 def _sum_rows(
-    dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]
+    dataset: Any, collate: Callable[[list[Any]], Any], indices: Sequence[int]
 ) -> dict[str, list[TensorSums]]:
     """Return the sums of some rows' tensors, by row index, to compare them between ranks.
 
@@ -87,14 +87,14 @@ def _sum_rows(
     # rows that this rank drew at random. Whether reading draws random numbers is compared, too.
     found: dict[str, list[TensorSums]] = {}
     ends = time.monotonic() + LONGEST_SECONDS
-    for number in numbers:
+    for index in indices:
         try:
-            first, again = (_read(dataset, collate, number) for _ in range(2))
+            first, again = (_read(dataset, collate, index) for _ in range(2))
         except Exception:  # an error of the program's own code
             continue
         if first != again:
             return {}
-        found[str(number)] = first.sums
+        found[str(index)] = first.sums
         if time.monotonic() > ends:
             break
     return found
@@ -131,11 +131,11 @@ class RowRead(NamedTuple):
     is_drawn: bool
 
 
-def _read(dataset: Any, collate: Any, number: int) -> RowRead:
+def _read(dataset: Any, collate: Any, index: int) -> RowRead:
     """Read and collate one row with seeded random generators, and return its sums."""
     seed_all(SEED)
     seeded = RandomState()
-    batch = collate([dataset[number]])
+    batch = collate([dataset[index]])
     is_drawn = seeded.has_changed()
     return RowRead([_sum(tensor) for tensor in tensors_in(unfold(batch))], is_drawn)
 

@@ -51,7 +51,7 @@ class Signs:
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
     def take(self, count: int, axis: int, like: torch.Tensor) -> torch.Tensor:
-        """Return random signs for a matrix's lines (`axis` 0) or columns (`axis` 1).
+        """Return random signs for `count` lines (`axis` 0) or columns (`axis` 1).
 
         The shape is (count, PROJECTIONS); device and dtype are those of `like`.
         """
@@ -111,9 +111,9 @@ SIGNS = Signs()  # shared by all sketches, so that they can be compared
 
 @contextmanager
 def _caught_gradients(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
-    """Context manager that catches gradients that backward passes inside add to tensors' `.grad`.
+    """Context manager that collects what backward passes inside it add to the tensors' `.grad`.
 
-    On exit, the list that it yields has these gradients, or None for a tensor without one, and each
+    It yields a list. On exit, the list gets each tensor's gradient, or None without one, and each
     `.grad` is restored. Reversible layers call `backward` in their own backward pass, which adds to
     `.grad` even under torch.autograd.grad.
     """
@@ -170,7 +170,7 @@ def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
 
 
 def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
-    """Add up the sums of each gradient's lines, and return the totals on the host."""
+    """Add up the sums of each gradient's lines; return the totals on the host."""
     # all sums are copied to the host together
     lines = torch.cat([each.lines for each in sums]).cpu().numpy()
     counts = [count for each in sums for count in each.counts]
@@ -376,7 +376,7 @@ def _name_precision(dtype: torch.dtype, computed_dtypes: Collection[torch.dtype]
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
     """Context manager that replaces all gradient hooks of a tensor by `function`.
 
-    If `function` is None, the tensor has no hook inside.
+    If `function` is None, the tensor has no hooks inside the context.
     """
     # the tensor's own hooks belong to the training step, and are restored on exit
     own = dict(tensor._backward_hooks or {})

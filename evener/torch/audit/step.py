@@ -1,4 +1,4 @@
-"""Compare the gradient of a few rows as the training run computes it with the correct one.
+"""Compare the gradient that the training run computes for a few rows with the correct one.
 
 The correct gradient is computed on one device or in equal parts, the training run's in the parts
 of unequal shares.

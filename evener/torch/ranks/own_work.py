@@ -485,7 +485,7 @@ class StepTimer:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context manager whose duration counts as file time if the rank is computing.
+        """Context manager that counts the time inside as file time, if the rank is computing.
 
         Between steps, the timer itself detects that files are written.
         """
@@ -577,7 +577,7 @@ class StepTimer:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Context manager whose duration counts as waiting for other ranks."""
+        """Context manager that counts the time inside as waiting for other ranks."""
         if self._validates:  # the validation continues
             with own_collectives():
                 yield
@@ -713,7 +713,7 @@ class StepTimer:
             self._count_written()
 
     def _note_validated(self) -> None:
-        """Add the duration of a validation that followed a batch that isn't timed."""
+        """Add the duration of a validation that followed an untimed batch."""
         begun, ended = self._validated
         whole_s = time.perf_counter() - begun
         known_s = ended - begun if ended else whole_s
@@ -721,7 +721,7 @@ class StepTimer:
         self._untimed.validation_s += min(known_s + last_s, whole_s)
 
     def pause(self) -> None:
-        """End the loop; the time until the next loop isn't part of a step."""
+        """End the loop. The time until the next loop isn't part of any step."""
         left = self._asked
         if left is not None and not self._next_timed:
             left = self._clock.mark()
@@ -783,7 +783,7 @@ class StepTimer:
         )
 
     def behind_part(self) -> float:
-        """Return in which fraction of the steps the GPU never waited for the host.
+        """Return the fraction of steps in which the GPU never waited for the host.
 
         The result is -1 if that is unknown.
         """
@@ -975,7 +975,10 @@ def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def _idle_seconds() -> float:
-    """Return for how many seconds this thread hasn't run, of which only differences matter."""
+    """Return for how many seconds this thread hasn't run.
+
+    Only differences between two results are meaningful.
+    """
     return time.perf_counter() - time.thread_time()
 
 

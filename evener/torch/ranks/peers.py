@@ -207,8 +207,8 @@ class PeerWatcher:
     def _is_stuck(self, leaves: bool) -> bool:
         """Return whether this rank is waiting for a rank that has ended.
 
-        This is checked for a few seconds. `leaves` is whether this rank is leaving its process
-        group.
+        This waits a few seconds before it checks. `leaves` is whether this rank is leaving its
+        process group.
         """
         # while a rank leaves its process group, NCCL waits for all ranks
         notes = list(self.notes.values())

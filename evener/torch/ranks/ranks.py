@@ -70,9 +70,9 @@ def find_process_rank() -> ProcessRank:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """Raise PlanError if an environment variable is missing that several processes need.
+    """Raise PlanError if a required environment variable is missing.
 
-    A single process (`world` 1) needs none.
+    A single process (`world` 1) requires none of them.
     """
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
@@ -160,7 +160,7 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 
 
 def fetching_threads(processes: int) -> int:
-    """Return how many threads a process should fetch rows with, at most 8.
+    """Return how many threads a process should use to fetch rows, at most 8.
 
     `processes` is the number of processes on this machine.
     """
@@ -181,7 +181,7 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 
 
 def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
-    """Send this rank's description to all ranks, and return those of all ranks in rank order.
+    """Send this rank's description to all ranks; return all descriptions in rank order.
 
     Every rank has to call this.
     """
@@ -207,7 +207,7 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
 def exchange_values(
     store: Any, prefix: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
-    """Send a value to all ranks through a key-value store, and return those of all ranks in order.
+    """Exchange values between all ranks through a key-value store; return them in rank order.
 
     Every rank has to call this. The store mustn't have any keys that start with `prefix` yet. If
     `seconds` isn't 0, it is a timeout: unless all values arrive in time, every rank gets [].

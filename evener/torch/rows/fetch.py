@@ -247,7 +247,7 @@ class _CopyStream:
         return context
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Start to copy a batch to the GPU; return it with a CUDA event that its arrival triggers.
+        """Start to copy a batch to the GPU; return it with a CUDA event that marks its arrival.
 
         If the GPU is out of memory, the result is the batch in pinned host memory, and None.
         """

@@ -295,9 +295,10 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the last batch's row count if the ranks' fractions of it are unusual, else None.
+        """Return the last batch's row count if ranks have other fractions of it than of full batches.
 
-        If the fractions may differ in every step, return an object that equals no other object.
+        Otherwise the result is None. If the fractions may differ in every step, it is an object
+        that equals no other object.
         """
         if self.changes or self.is_by_length:
             # equals no other object, because each step may weight ranks differently
@@ -540,7 +541,7 @@ class LengthSampler(UnevenBatchSampler):
         return _cudnn_attention.disabled()
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Join the fetched passes of each step to an AssignedBatch."""
+        """Join the fetched passes of each step into an AssignedBatch."""
         # if every batch has a single pass on every rank, the passes are the batches
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
         return (

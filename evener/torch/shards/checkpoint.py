@@ -266,7 +266,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups whose "params" are indices, as in an optimizer's state dict.
 
-    The given groups have numbers of parameters instead.
+    In the given groups, "params" is the number of parameters.
     """
     numbers = count()
     return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]
@@ -622,7 +622,7 @@ class _Reader:
         return tensors
 
     def read_buffers(self, model: Any) -> None:
-        """Load the model's buffers that are in the checkpoint, on every rank."""
+        """Load the buffers in the checkpoint into the model, on every rank."""
         names = [name for name in _buffers(model) if name in self._maps]
         for name in _from_first(names):
             buffer = model.get_buffer(name)

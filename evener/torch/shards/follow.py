@@ -145,7 +145,7 @@ def _gather(unit: Unit) -> None:
 
 
 class _Repeated(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Autograd function that returns recorded outputs, and repeats collectives in its backward."""
+    """Autograd function that returns recorded outputs, and runs recorded backward collectives."""
 
     @staticmethod
     def forward(

@@ -119,7 +119,7 @@ class GradientSender:
     def _split_by_ranks(
         self, sizes: Sequence[int], others: Sequence[int]
     ) -> dict[int, torch.Tensor]:
-        """Return the part of the memory for each rank, which is sent to that rank.
+        """Divide the memory for sent gradients, and return the part of each rank.
 
         `sizes` are the bytes of each part, and `others` are the other ranks. This rank's own part
         isn't sent.
@@ -195,9 +195,10 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return an upper bound for the bytes of gradients that a rank receives.
+    """Return an upper bound for the gradients that a rank receives.
 
-    It is a multiple of the bytes of the flat tensor. `ranks` is the number of ranks.
+    It is relative to the flat tensor: 1.0 means as many bytes as the flat tensor has. `ranks` is
+    the number of ranks.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 

@@ -422,7 +422,7 @@ class Sharded:
     def _find_used(self, fired: list[bool]) -> list[bool]:
         """Return for each parameter whether any rank has computed its gradient in this pass.
 
-        `fired` has a flag for each parameter: whether this rank has. Every rank has to call this.
+        `fired` says the same of this rank only. Every rank has to call this.
         """
         if self.place.single_rank:
             return fired

@@ -349,7 +349,7 @@ class Ledger:
         self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
-        """Add `size` bytes of this kind, which is negative for memory that was freed."""
+        """Add `size` bytes to the count of a kind; negative for memory that was freed."""
         now = self.now[kind] + size
         self.now[kind] = now
         total = self._total + size

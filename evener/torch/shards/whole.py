@@ -33,11 +33,11 @@ def count_gathered(
     casts: Any = None,
     received: float | None = None,
 ) -> int:
-    """Estimate how many bytes a rank needs at most, besides its shards and its activations.
+    """Estimate a rank's peak memory in bytes, besides its shards and its activations.
 
-    The bytes hold gathered parameters, gradients that are being reduced, and unsharded parameters.
-    `received` is the upper bound from `bound_received`, or None if gradients are reduced in the
-    dtype of the shards.
+    This memory holds gathered parameters, gradients that are being reduced, and unsharded
+    parameters. `received` is the upper bound from `bound_received`, or None if gradients are
+    reduced in the dtype of the shards.
     """
     # an embedding is freed before its gradients are reduced, so its parameters don't count then
     parameters = find_parameters(model, units)

@@ -1,4 +1,4 @@
-"""Find out which batch a forward pass computes, because ranks' weights may differ by batch."""
+"""Find out which batch a forward pass computes, because weights may differ between batches."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
 class BatchTracker:
     """Remembers the batches that the user's loop may still compute, to recognize a model's inputs.
 
-    The gradients of a forward pass are weighted as for the batch that its inputs come from.
+    The batch that the inputs come from determines how gradients are weighted.
     """
 
     # the tracker that received the last batch

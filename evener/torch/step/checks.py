@@ -175,7 +175,7 @@ def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
 
 
 def _memory_holds(parameters: list[Any], copies: int) -> bool:
-    """Return whether memory has room for several copies of each parameter."""
+    """Return whether memory has room for `copies` copies of each parameter."""
     # the copies are allocated and freed again to find out
     for last in (False, True):
         held: list[torch.Tensor] = []
@@ -197,7 +197,7 @@ _applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictio
 
 
 def check_summed(optimizer: Any) -> None:
-    """Raise RequestError if an optimizer is about to use gradients of this rank's rows only."""
+    """Raise RequestError if an optimizer is about to use gradients that weren't summed."""
     exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.single_rank]
     before = _applied.get(optimizer)
     _applied[optimizer] = {id(exchange): exchange.sums for exchange in exchanges}

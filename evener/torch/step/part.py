@@ -88,9 +88,10 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return the rows of this part that belong to one of the queue's passes, with their weight.
+        """Return the rows that one of the queued passes computes, as a Part with its own weight.
 
-        `turn` says which rows these are. Fewer rows than the part has are returned as a new Part.
+        `turn` says which rows these are. If they are all of this part's rows, the part itself is
+        returned.
         """
         # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:

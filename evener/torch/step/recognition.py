@@ -12,7 +12,10 @@ from .batches import TakenBatch
 
 
 def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """Return the batches that share memory with the most of a model's inputs; [] if none does."""
+    """Return the batches that share memory with the largest number of a model's inputs.
+
+    The result is [] if no batch shares any.
+    """
     tensors = tensors_in(inputs)
     counts = [_count_shared(tensors, batch) for batch in batches]
     most = max(counts, default=(0, 0))

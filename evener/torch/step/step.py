@@ -261,7 +261,7 @@ class Passes:
     # -- the backward pass of a part; Part.backward or the trainer's adapter calls these methods
 
     def open(self) -> None:
-        """Prepare the exchanges for a part's backward pass.
+        """Prepare the objects that all-reduce gradients for a part's backward pass.
 
         Raises RequestError if the gradients of the batch's earlier passes were cleared.
         """
@@ -280,7 +280,7 @@ class Passes:
             exchange.open(dependent)
 
     def close(self) -> None:
-        """Notify all exchanges that a part's backward pass has ended."""
+        """Notify the objects that all-reduce gradients that a part's backward pass has ended."""
         if self._running is not None:
             self._running.ended = True
         for exchange in self._exchanges:

@@ -165,10 +165,10 @@ class BatchWeights(BatchTracker):
         self._shape = shape
 
     def exchange_gradients(self, model: Any) -> list[Exchange]:
-        """Return a list with the exchange that all-reduces a model's gradients.
+        """Return a list with the Exchange that all-reduces a model's gradients.
 
-        With an exchange, a failed pass can be undone. The list is empty if another library sums the
-        gradients. Raises RequestError in that case if the noise scale is measured.
+        With it, a failed pass can be undone. The list is empty if another library sums the
+        gradients. In that case, RequestError is raised if the noise scale is measured.
         """
         if self.shares.world == 1:
             return [self._exchange_of_one_rank(model)]
@@ -250,9 +250,9 @@ class BatchWeights(BatchTracker):
     ) -> None:
         """Set the weight of a model's gradients when a backward pass begins.
 
-        `batch` is what `forward` returned, and `before` is the batch that this backward pass has
-        reached earlier, or the same batch. Raises RequestError if batches with different weights
-        are mixed, or if the loss wasn't scaled.
+        `batch` is what `forward` returned. `before` is the batch that the same backward pass
+        reached earlier; it is `batch` if there is none. Raises RequestError if batches with
+        different weights are mixed, or if the loss wasn't scaled.
         """
         if isinstance(batch, RequestError):
             raise batch

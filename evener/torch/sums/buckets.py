@@ -418,7 +418,7 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class EarlierGradients:
-    """Keeps the gradients of a batch's earlier passes safe while a pass runs that may fail."""
+    """Protects the gradients of a batch's earlier passes while a pass runs that may fail."""
 
     # If rows' results depend on random draws or on one another, a retry computes other results.
     # Then all gradients of the failed pass are dropped, and `late` is True. It is also True in a

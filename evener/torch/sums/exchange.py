@@ -92,7 +92,7 @@ class Exchange:
     or if the model is sharded. These attributes are callbacks:
 
     - `begun`: called when a backward pass reaches outputs of a batch, with this batch and the
-      batch before it.
+      one that the same pass has reached before.
     - `ready`: called when the last gradient is computed.
     - `sent`: called when all buckets are sent.
     - `done`: called when all sums are complete.
@@ -163,7 +163,7 @@ class Exchange:
         EXCHANGES.add(self)
 
     def average(self) -> None:
-        """End the training run: from now on, gradients are averaged with equal weights."""
+        """Average gradients with equal weights from now on, because the training run has ended."""
         self.begun = lambda *_: None
         self.ready = self.sent = self.done = lambda: None
         self.noise = None

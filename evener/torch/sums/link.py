@@ -1,4 +1,4 @@
-"""Measures the latency and bandwidth of all-reduces between devices."""
+"""Measure the latency and bandwidth of all-reduces between devices."""
 
 from __future__ import annotations
 

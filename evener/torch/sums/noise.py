@@ -1,4 +1,4 @@
-"""Measures the gradient noise scale by comparing the gradients of all ranks with their sum."""
+"""Measure the gradient noise scale by comparing the gradients of all ranks with their sum."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error to raise because `library` sums gradients, so noise can't be measured."""
+    """Return the error to raise if noise can't be measured, because `library` sums gradients."""
     # the noise scale compares the ranks' gradients; only the library sees them before their sum
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
