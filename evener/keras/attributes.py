@@ -1,8 +1,9 @@
 """Tensors that a model's call stores in attributes, such as `self.z_mean` in a VAE.
 
-A loss may read such tensors. The call on one device (a tower) stores only tensors computed from
-this device's rows. Therefore the tensors are collected after each device's call, joined in the
-order of the rows, and written back before the loss of the whole batch is computed.
+A loss may read such tensors. The call on one device (a tower) only stores tensors that were
+computed from this device's rows. Therefore the tensors are collected after the call on each device.
+They are joined in the order of the rows, and written back before the loss of the whole batch is
+computed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from .compatibility import all_layers, plain_variables
-from .part_kinds import ROWS, main_part
+from .part_kinds import ROWS, weigh_part
 
 DEEPEST = 4  # maximum depth of containers within an attribute
 LIBRARIES = ("keras.", "tensorflow.", "numpy.")
@@ -39,14 +40,14 @@ class PlainVariables:
 
 
 class TensorPlace(NamedTuple):
-    """An attribute, or an item of a list or dict in a model, that holds tensors."""
+    """An attribute of a model, or an item of a list or dict in one, that holds tensors."""
 
     name: str
     container: Any
     key: Any
 
     def leaves(self) -> Leaves:
-        """Return the tensors that this attribute or item holds, by name."""
+        """Return the tensors in this attribute or item, by name."""
         flat = tf.nest.flatten(self.container[self.key])
         return {f"{self.name}/{place}": leaf for place, leaf in enumerate(flat)}
 
@@ -61,18 +62,18 @@ class CallTensors:
         self._layers = [vars(layer) for layer in (model, *all_layers(model))]
         self._attributes = [_users_attributes(layer) for layer in self._layers]
         self._containers: list[Any] = []
-        slots = self._find_slots(self._containers)
+        slots = self._find_places(self._containers)
         self._before = {name: leaf for slot in slots for name, leaf in slot.leaves().items()}
         self._contents = [_copy(container) for container in self._containers]
 
     def collect(self) -> Leaves:
         """Return the tensors in attributes that are new since this object was created."""
-        slots = self._find_slots([])
+        slots = self._find_places([])
         found = {name: leaf for slot in slots for name, leaf in slot.leaves().items()}
         return {name: leaf for name, leaf in found.items() if self._before.get(name) is not leaf}
 
     def restore(self) -> None:
-        """Restore the attributes, and the lists and dicts in them, as they were before the call."""
+        """Restore the attributes, and the lists and dicts in them, to the state before the call."""
         for layer, before in zip(self._layers, self._attributes, strict=True):
             now = _users_attributes(layer)
             for name in {**before, **now}:
@@ -80,33 +81,34 @@ class CallTensors:
                     continue
                 if name in before and (_can_hold(before[name]) or _can_hold(now.get(name))):
                     layer[name] = before[name]
-                elif name not in before and any(_places_of_tensors(layer, name, "", [], 0)):
+                elif name not in before and any(_find_tensors(layer, name, "", [], 0)):
                     del layer[name]
         for container, content in zip(self._containers, self._contents, strict=True):
             _fill(container, content)
 
-    def put(self, leaves: Leaves) -> None:
-        """Write tensors into the model's attributes; the keys of `leaves` name the places."""
-        for slot in self._find_slots([]):
+    def write(self, leaves: Leaves) -> None:
+        """Write tensors into the model's attributes, which the keys of `leaves` name."""
+        for slot in self._find_places([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)
             slot.container[slot.key] = value
 
-    def _find_slots(self, containers: list[Any]) -> list[TensorPlace]:
-        """Return all places in the layers' attributes that hold tensors."""
-        # appends each searched list or dict to `containers`
+    def _find_places(self, containers: list[Any]) -> list[TensorPlace]:
+        """Return all attributes and items in the model's layers that hold tensors.
+
+        Each searched list or dict is appended to `containers`.
+        """
         return [
             slot
             for number, layer in enumerate(self._layers)
             for name in _users_attributes(layer)
-            for slot in _places_of_tensors(layer, name, f"{number}.{name}", containers, 0)
+            for slot in _find_tensors(layer, name, f"{number}.{name}", containers, 0)
         ]
 
 
 @functools.cache
 def keras_attributes() -> frozenset[str]:
-    """Return the names of the attributes that every Keras model has."""
-    # Keras sets them on every model, too.
+    """Return the names of the attributes that Keras sets on every model."""
     # an explicit name, so that Keras' counters for automatic names don't change
     return frozenset(vars(keras.Model(name="without_layers")))
 
@@ -115,30 +117,32 @@ def _users_attributes(layer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in layer.items() if name not in keras_attributes()}
 
 
-def _places_of_tensors(
+def _find_tensors(
     container: Any, key: Any, name: str, containers: list[Any], depth: int
 ) -> Iterator[TensorPlace]:
-    """Yield the places of tensors in an attribute, down to a depth of 4 containers."""
+    """Yield the places of tensors in an attribute, in containers nested up to 4 deep.
+
+    Each searched list or dict is appended to `containers`.
+    """
     value = container[key]
     if isinstance(value, tf.Tensor | tuple):
         flat = tf.nest.flatten(value)
         if flat and all(isinstance(leaf, tf.Tensor) for leaf in flat):
             yield TensorPlace(name, container, key)
         return
-    inner = _open(value)
+    inner = _find_items(value)
     if inner is None or depth == DEEPEST:
         return
-    # the caller has to know which lists and dicts were searched
     containers.append(inner)
     for inner_key in inner if isinstance(inner, dict) else range(len(inner)):
-        yield from _places_of_tensors(
-            inner, inner_key, f"{name}.{inner_key}", containers, depth + 1
-        )
+        yield from _find_tensors(inner, inner_key, f"{name}.{inner_key}", containers, depth + 1)
 
 
-def _open(value: Any) -> Any:
-    """Return the list or dict that holds a value's items; None for a value without items."""
-    # For a plain object, this is the dictionary of the object's attributes.
+def _find_items(value: Any) -> Any:
+    """Return the list or dict with a value's items, or None for a value without items.
+
+    For a plain object, this is the dict of its attributes.
+    """
     if isinstance(value, list | dict):
         return value
     if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
@@ -148,7 +152,7 @@ def _open(value: Any) -> Any:
 
 
 def _can_hold(value: Any) -> bool:
-    return isinstance(value, tf.Tensor | tuple) or _open(value) is not None
+    return isinstance(value, tf.Tensor | tuple) or _find_items(value) is not None
 
 
 def _copy(container: Any) -> Any:
@@ -156,8 +160,7 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Replace the content of a list or dict by `content`, keeping the container itself."""
-    # Items that are already the same aren't assigned.
+    """Replace the contents of a list or dict, but keep the container object itself."""
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
             del container[key]
@@ -170,32 +173,32 @@ def _fill(container: Any, content: Any) -> None:
         container[:] = content
 
 
-def join_leaves(
-    every: Sequence[Leaves],
+def join_tensors(
+    tensors: Sequence[Leaves],
     sizes: Sequence[Any],
     parts: Sequence[Any],
     kinds: Mapping[str, str],
     pad: Callable[[Any], Any],
 ) -> Leaves:
-    """Join the tensors that a model's call has stored in attributes on each part of a batch.
+    """Join the tensors that the model's calls for the parts of a batch have stored in attributes.
 
-    - `every`: tensors of each part, by name.
+    - `tensors`: tensors of each part, by name.
     - `sizes`: row counts of the parts.
     - `parts`: these counts as fractions of the batch.
-    - `kinds`: by name, whether tensors without rows are averaged or summed (see `main_part`).
-    - `pad`: pads a tensor before rows are concatenated.
+    - `kinds`: by name, whether tensors without rows are averaged or summed (see `weigh_part`).
+    - `pad`: pads a tensor before its rows are concatenated.
 
-    Tensors with rows are concatenated. Scalars, and tensors named in `kinds`, are added with
-    weights.
+    Tensors with rows are concatenated. Scalars and tensors named in `kinds` are weighted and added
+    up.
     """
     joined = {}
-    for name in every[0]:
-        leaves = [each[name] for each in every if name in each]
-        if len(leaves) < len(every):
+    for name in tensors[0]:
+        leaves = [each[name] for each in tensors if name in each]
+        if len(leaves) < len(tensors):
             continue
         if name in kinds or leaves[0].shape.rank == 0:
             if leaves[0].dtype.is_floating:
-                weights = [main_part(kinds.get(name, ROWS), part) for part in parts]
+                weights = [weigh_part(kinds.get(name, ROWS), part) for part in parts]
                 joined[name] = _add_up(leaves, weights)
         else:
             counted = [_counted_rows(leaf, size) for leaf, size in zip(leaves, sizes, strict=True)]
@@ -204,8 +207,10 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return the tensor's rows; no rows for a device that has only computed a filler row."""
-    # A device without rows (`size` 0) computes a filler row.
+    """Return the tensor's rows; for a device that has only computed a filler row, return no rows.
+
+    `size` is the device's row count without the filler row.
+    """
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 
 

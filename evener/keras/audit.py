@@ -47,7 +47,7 @@ from .audit_step import (
     TracedStep,
     computes_in_half,
     list_states,
-    raise_zeros,
+    replace_zeros,
 )
 from .compatibility import (
     NO_PASSES,
@@ -58,7 +58,7 @@ from .compatibility import (
     warn,
 )
 from .data import AssignedArrays
-from .decisions import both_sides, find_apart
+from .decisions import find_distances, force_both_sides
 from .engine import Engine
 from .first_batch import peek, read_triple
 from .instances import replaced
@@ -94,16 +94,14 @@ IN_PARTS = LikelyCause(
 
 
 class StepPair(NamedTuple):
-    """A step traced twice: once as Keras runs it on one device, once as the engine runs it."""
-
-    # Keras' own step runs on one device.
+    """A step that is traced twice: as Keras runs it on one device, and as the engine runs it."""
 
     plain: TracedStep
     engine: TracedStep
 
 
 class Finding(msgspec.Struct):
-    """A difference that an audit has found, with an error message and a remedy."""
+    """A difference that an audit has found, with an error message and a remedy for the user."""
 
     difference: GradientDifference
     message: str
@@ -143,14 +141,14 @@ class StepAudit:
         self._changes = 0  # number of changes of these values
         self._looks = False  # True if the next step begins an epoch, so these values are read again
 
-    def begin_anew(self) -> None:
+    def forget_steps(self) -> None:
         """Forget the traced steps, because the user has compiled the model again."""
         self._compiled += 1
         self._traced.clear()
         self._specs.clear()
 
-    def before_steps(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap Keras' train function `run`, so that due audits take place before its steps."""
+    def wrap_training(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap Keras' train function `run`, so that an audit that is due runs before its steps."""
 
         def run_audited(batches: Any) -> Any:
             steps = self._model.steps_per_execution
@@ -164,7 +162,7 @@ class StepAudit:
                 if first is None:
                     first, batches = peek(batches, steps)
                 if first is not None and not isinstance(first, AssignedArrays):
-                    self.look(first, signature)
+                    self.audit_training(first, signature)
             return run(batches)
 
         return run_audited
@@ -174,25 +172,25 @@ class StepAudit:
         self._looks = True
 
     def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
-        """Count a change if the user's code has assigned any of the watched variables."""
-        # The variables are checked when an epoch begins (`begins_epoch`) and, in one process,
-        # before each step of the user's own loop (`is_loop`).
+        """Count a change if the user's code has assigned any of the watched variables.
+
+        The variables are checked when an epoch begins and, in one process, before each step of the
+        user's own loop.
+        """
         if not begins_epoch and not (is_loop and self._group is None):
             return
         self._looks = False
         values = [_to_bytes(each.read()) for each in self._watched]
-        if not self._all(values == self._values):
+        if not self._is_true_everywhere(values == self._values):
             self._changes += 1
         self._values = values
 
     def _watch(self, plain: TracedStep) -> None:
-        """Choose which variables to watch for changes by the user's code, such as callbacks.
+        """Choose the variables in which to look for changes by the user's code, such as callbacks.
 
-        They are small variables that the step reads but doesn't assign.
+        They are small variables that the step reads but doesn't assign. After a change, the
+        training is audited again.
         """
-        # Their changes are watched.
-        # a callback may assign them, for example; the training has then changed and is audited
-        # again
         averages = list_normalization_states(self._model, synchronized=None)
         left_out = plain.assigned | {id(state.value.handle) for state in averages}
         self._watched = [
@@ -202,8 +200,7 @@ class StepAudit:
         self._values = [_to_bytes(each.read()) for each in self._watched]
 
     def _describe_batches(self, batches: Any, first: Any) -> str:
-        """Return a text with the dtypes and shapes of batches; a new text leads to a new audit."""
-        # The text shows when the types or shapes change.
+        """Return the dtypes and shapes of batches as text; if it changes, there is a new audit."""
         if not isinstance(batches, tf.data.Iterator):
             leaves = tf.nest.flatten(first)
             # not the number of rows, unless `batches` is a TensorFlow iterator
@@ -214,22 +211,24 @@ class StepAudit:
             self._spec_text = repr(spec)
         return self._spec_text
 
-    def look(self, batch: Tensors, signature: Any = None) -> None:
-        """Audit one training step: compare the engine with one device on a few rows of `batch`.
+    def audit_training(self, batch: Tensors, signature: Any = None) -> None:
+        """Audit a training step: compare the engine with Keras on one device, on a few rows.
 
-        `signature` identifies the type of the batch. Raises RequestError if the gradients differ
-        and the training has to end. Otherwise, a difference is printed as a warning. Every process
-        has to call this in the same step.
+        The rows are taken from `batch`, and `signature` identifies the type of the batch. Raises
+        RequestError if the gradients differ and the training has to end. Otherwise, a difference is
+        printed as a warning. Every process has to call this in the same step.
         """
         self._moment = f"In step {self.audits.step}"
         self._trains = True
         with _plain_float32():
             rows = self._take_rows(batch)
-            steps = None if rows is None else self._if_all(self._trace_steps(rows, signature))
+            steps = (
+                None if rows is None else self._none_unless_all(self._trace_steps(rows, signature))
+            )
             finding = None
             if steps is not None:
                 finding, rows = self._find_failure(steps.plain, rows, batch, signature)
-                if self._all(finding is None and not self._fails):
+                if self._is_true_everywhere(finding is None and not self._fails):
                     finding = self._compare_steps(steps, rows, signature)
         finding = self._share_finding(finding)
         action = self.audits.decide(None if finding is None else finding.difference)
@@ -241,7 +240,7 @@ class StepAudit:
         remedy = finding.remedy or self._remedy()
         warn(f"{finding.message} The training goes on; strict=True would end it. {remedy}")
 
-    def before_tests(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrap_tests(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap Keras' test function `run`, so that the first batch of an evaluation is audited."""
         is_first = True
 
@@ -251,13 +250,13 @@ class StepAudit:
                 is_first = False
                 first, batches = peek(batches, self._model.steps_per_execution)
                 if first is not None and not isinstance(first, AssignedArrays):
-                    self._look_at_test(first)
+                    self._audit_test(first)
             return run(batches)
 
         return run_audited
 
-    def _look_at_test(self, batch: Tensors) -> None:
-        """Audit one test step: compare the engine with one device on a few rows of `batch`.
+    def _audit_test(self, batch: Tensors) -> None:
+        """Audit a test step: compare the engine with Keras on one device, on a few rows of `batch`.
 
         Raises RequestError if the results differ. Every process has to call this.
         """
@@ -265,11 +264,11 @@ class StepAudit:
         self._trains = False
         with _plain_float32():
             rows = self._take_rows(batch)
-            steps = None if rows is None else self._if_all(self._trace_tests(rows))
+            steps = None if rows is None else self._none_unless_all(self._trace_tests(rows))
             finding = None
             if steps is not None:
                 finding, rows = self._find_failure(steps.plain, rows, batch, "test")
-                if self._all(finding is None and not self._fails):
+                if self._is_true_everywhere(finding is None and not self._fails):
                     finding = self._compare_tests(steps, rows)
         finding = self._share_finding(finding)
         if finding is not None:
@@ -278,8 +277,10 @@ class StepAudit:
     # ---------------------------------------------------------------- rows and graphs
 
     def _take_rows(self, batch: Tensors) -> Tensors:
-        """Return the first rows of a batch, on which the audit compares the steps."""
-        # All processes get the same rows, or None if they can't exchange their rows.
+        """Return the first rows of a batch, on which the audit compares the steps.
+
+        All processes get the same rows, or None if they can't exchange their rows.
+        """
         with tf.device(HOST):
             triple = read_triple(batch)
             whole = self._count_batch(batch)
@@ -291,13 +292,12 @@ class StepAudit:
             return self._gather_first_rows(triple, isinstance(batch, OwnRows), whole, rows)
 
     def _gather_first_rows(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
-        """Return the first rows of the global batch, gathered from all processes.
+        """Return the first `rows` rows of the global batch, gathered from all processes.
 
-        Every process has to call this.
+        `data` has only this process's rows if `is_own`, and otherwise the global batch of `whole`
+        rows. The result is the whole batch if a share has too few rows, and None if the data aren't
+        numbers. Every process has to call this.
         """
-        # Return the whole batch if a share has too few rows, and None if the data aren't numbers.
-        # `data` has only this process's rows if `is_own`; otherwise, the whole batch of `whole`
-        # rows.
         cut, rank = self._engine.cut, self._group.rank
         shares = cut.sizes(whole)
         if any(few > own for few, own in zip(cut.sizes(rows), shares, strict=True)):
@@ -312,11 +312,10 @@ class StepAudit:
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(gathered), own)
 
     def _gather_leaves(self, leaves: list[Any], rows: int) -> list[Any]:
-        """Gather the first rows of each tensor from all processes.
+        """Gather the first `rows` rows of each tensor from the shares of all processes.
 
         Every process has to call this.
         """
-        # The rows are gathered from the shares of the processes.
         cut, rank = self._engine.cut, self._group.rank
         start, size = int(cut.bounds(rows)[rank]), cut.sizes(rows)[rank]
         sent = [_as_number(pad_rows(leaf[:size], start, rows)) for leaf in leaves]
@@ -342,9 +341,9 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps; None if one of them draws random numbers without keras.random.
+        """Return the steps, or None if one of them draws random numbers without keras.random.
 
-        Such steps can't be compared; a warning says so.
+        Such steps can't be compared, and lead to a warning.
         """
         # a row's random numbers depend on the device or pass that computes it
         if steps is not None and any(step.draws for step in steps):
@@ -383,9 +382,10 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Context manager in which the engine runs even a few rows of a device in two passes."""
-        # The passes divide a device's part of `rows` rows. The context has no effect if the engine
-        # doesn't use passes.
+        """Context manager in which a device with only a few rows computes them in two passes.
+
+        It has no effect if the engine doesn't use passes.
+        """
         cut = self._engine.cut
         if not cut.in_passes:
             yield
@@ -399,19 +399,21 @@ class StepAudit:
     def _find_failure(
         self, plain: TracedStep, rows: Tensors, batch: Tensors, signature: Any
     ) -> tuple[Finding | None, Tensors]:
-        """Check that the loss of some rows can be computed without the batch's other rows."""
-        # Return a finding, if any, and the rows on which to compare the steps.
+        """Check whether the loss of some rows can be computed without the batch's other rows.
+
+        Returns a finding, if any, and the rows on which to compare the steps.
+        """
         self._fails = False
         count, whole = int(count_rows(rows)), self._count_batch(batch)
-        error = self._try(plain, rows)
+        error = self._try_step(plain, rows)
         if isinstance(error, Exception):
             if count == whole or not self._needs_all_rows(plain, batch, error):
                 self._fails = True
                 self._warn_once(f"the step can't be run: {first_line(error)}")
                 # even the whole batch can't be computed, so the training step will raise that error
                 return None, rows
-            if self._engine.judges_parts(self._trains):
-                return self._find_incomplete(f"{count} of a batch's {whole} rows", error), rows
+            if self._engine.has_loss_per_part(self._trains):
+                return self._report_incomplete(f"{count} of a batch's {whole} rows", error), rows
             # the engine computes the loss of a whole batch, which needs all rows
             rows, count = read_triple(batch), whole
         if signature in self._varied or self._mixes_rows(signature):
@@ -419,15 +421,15 @@ class StepAudit:
         for few in self._list_own_passes(rows):
             error = self._run_own_step_on_part(plain, few)
             if isinstance(error, Exception):
-                return self._find_incomplete(f"{count_rows(few)} of {count} rows", error), rows
+                return self._report_incomplete(f"{count_rows(few)} of {count} rows", error), rows
         return self._compare_outputs(plain, rows), rows
 
     def _mixes_rows(self, signature: Any) -> bool:
-        """Return whether the user's model class overrides `train_step`, and so may mix rows.
+        """Return whether the user's model class overrides the step, which then may mix rows.
 
-        In an evaluation (`signature` is "test"), the method in question is `test_step`.
+        The step is `test_step` in an evaluation (`signature` is "test"), and otherwise
+        `train_step`.
         """
-        # An overridden step may mix rows.
         # every engine gives an overridden step the whole batch
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
@@ -440,7 +442,7 @@ class StepAudit:
         first = max(1, 3 * few // 8)
         together = self._run_own_step_on_part(plain, cut_rows(rows, 0, few))
         if isinstance(together, Exception):
-            return self._find_incomplete(f"{few} of {count_rows(rows)} rows", together)
+            return self._report_incomplete(f"{few} of {count_rows(rows)} rows", together)
         whole = together.outputs
         if few < 2 or not all(len(each) == few for each in whole):
             return None
@@ -449,7 +451,7 @@ class StepAudit:
             part = self._run_own_step_on_part(plain, cut_rows(rows, start, stop))
             if isinstance(part, Exception):
                 if stop - start > 1:
-                    return self._find_incomplete(f"{stop - start} of {few} rows", part)
+                    return self._report_incomplete(f"{stop - start} of {few} rows", part)
                 continue
             for one, other in zip(whole, part.outputs, strict=True):
                 if len(other) == stop - start and not self._are_close(one[start:stop], other, one):
@@ -461,22 +463,24 @@ class StepAudit:
         return None
 
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
-        """Return whether two outputs of the model are equal except for rounding."""
-        # The error that rounding may cause is relative to the largest absolute value in `whole`,
-        # the sums of all rows' outputs.
+        """Return whether two outputs of the model are equal except for rounding.
+
+        The allowed error is relative to the largest absolute value in `whole`, the sums of all
+        rows' outputs.
+        """
         kind = computes_in_half(self._model) or keras.config.floatx()
         largest = np.nanmax(np.abs(whole), initial=1e-30)
         near = OUTPUTS_DIFFER.get(kind, OUTPUTS_DIFFER["float32"]) * largest
         return bool(np.allclose(one, other, rtol=0, atol=near, equal_nan=True))
 
     def _needs_all_rows(self, plain: TracedStep, batch: Tensors, error: Exception) -> bool:
-        """Return whether Keras' step fails on a few rows, but works on the whole batch.
+        """Return whether Keras' own step fails on a few rows, but works on the whole batch.
 
         `error` is the step's error on a few rows.
         """
         if self._group is not None:  # no process has all rows
             return isinstance(error, tf.errors.InvalidArgumentError)
-        return not isinstance(self._try(plain, read_triple(batch)), Exception)
+        return not isinstance(self._try_step(plain, read_triple(batch)), Exception)
 
     def _list_own_passes(self, rows: Tensors) -> Iterator[Tensors]:
         """Yield the audited rows that this process computes, pass by pass."""
@@ -494,13 +498,15 @@ class StepAudit:
         """Return the row count of the global batch."""
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
-    def _find_incomplete(self, what: str, error: Exception) -> Finding:
-        """Return a finding: the rows named by `what` can't be computed without the others."""
-        # `what` names these rows, and `error` is the reason.
-        message = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
+    def _report_incomplete(self, rows_name: str, error: Exception) -> Finding:
+        """Return the finding that some rows, named by `rows_name`, can't be computed alone.
+
+        `error` is the reason.
+        """
+        message = f"{self._moment}, {rows_name} can't be computed alone: {first_line(error)}"
         return Finding(_unknown_difference(), f"{message.rstrip('.')}.", ALONE)
 
-    def _try(self, step: TracedStep, rows: Tensors) -> StepResult | Exception:
+    def _try_step(self, step: TracedStep, rows: Tensors) -> StepResult | Exception:
         """Run a traced step on some rows, and return its result or the exception that it raised."""
         try:
             return step.run(rows, self._list_seeds())
@@ -508,13 +514,13 @@ class StepAudit:
             return error
 
     def _run_own_step_on_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """Run Keras' own step on some of the rows.
+        """Run Keras' own step on some of the rows, and return its result or its exception.
 
-        If the loss fails because it needs the whole batch, only the model's call is run. Returns
-        the exception if that fails too.
+        If the step fails and the engine computes the loss on the whole batch, only the model's call
+        is run.
         """
-        result = self._try(plain, rows)
-        if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
+        result = self._try_step(plain, rows)
+        if not isinstance(result, Exception) or self._engine.has_loss_per_part(self._trains):
             return result
         # the loss may need the whole batch, which the engine computes anyway: take the call alone
         spec = tf.nest.map_structure(open_rows, rows)
@@ -522,15 +528,14 @@ class StepAudit:
             call = self._plain.trace_call(spec, self._trains)
         except Exception as error:  # whatever the user's program raises
             return error
-        return self._try(call, rows)
+        return self._try_step(call, rows)
 
     def _compare_steps(self, steps: StepPair, rows: Tensors, signature: Any) -> Finding | None:
         """Compare Keras' own step with the engine's, and return the first finding, or None.
 
-        Gradients, variables across processes, attributes of the model, and decisions (comparisons
-        in the user's code) are compared.
+        The comparison includes gradients, variables across processes, attributes of the model, and
+        decisions (comparisons in the user's code).
         """
-        # Return the first finding, or None.
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps.plain)
         found = found or unequal or self._compare_attributes(steps, rows)
@@ -538,8 +543,8 @@ class StepAudit:
             return found
         found = found or self._compare_decisions(steps, rows)
         # a new signature: also other values of variables and other labels
-        for moved, values, changed in self._list_variants(steps.plain, rows):
-            other = self._compare_gradients(steps, changed, values, moved)  # in every process
+        for variant, values, changed in self._list_variants(steps.plain, rows):
+            other = self._compare_gradients(steps, changed, values, variant)  # in every process
             found = found or other
         if found is None:
             self._varied.add(signature)
@@ -550,39 +555,38 @@ class StepAudit:
         steps: StepPair,
         rows: Tensors,
         values: Mapping[int, Any],
-        moved: str,
+        variant: str,
     ) -> Finding | None:
-        """Compare gradients, then metrics and variables, of Keras' own step and the engine's.
+        """Compare gradients, metrics and variables of Keras' own step with those of the engine's.
 
-        `values` are temporary values of variables. `moved` describes what was changed for this
-        comparison; it is "" if nothing was.
+        `values` are temporary values of variables. `variant` describes which values or labels were
+        changed for this comparison; it is "" if none were. With a variant, only gradients are
+        compared.
         """
-        # Both steps run with variables set to `values`. `moved` describes values or labels that
-        # were changed for this comparison. If `moved` isn't empty, only gradients are compared.
         plain, shared = steps
         values = {**self._list_seeds(), **values}
         reference = None
         # an error that is caused by changed values or labels isn't the program's fault
         with suppress(Exception):
             reference = plain.run(rows, values)
-        if not self._all(reference is not None) or reference is None:
+        if not self._is_true_everywhere(reference is not None) or reference is None:
             return None
         trained = self._run_engine_step(shared, rows, values)
         if not _is_finite(reference.gradients):
             return None
-        difference = self._compare_results(reference, trained, moved)
+        difference = self._compare_results(reference, trained, variant)
         if difference is not None:
             repeats = self._repeat_with_rounding_errors(plain, rows, values)
-            difference = self._compare_results(reference, trained, moved, repeats)
+            difference = self._compare_results(reference, trained, variant, repeats)
         if difference is not None:
-            return self._find(difference, rows, moved)
-        if moved:
+            return self._find(difference, rows, variant)
+        if variant:
             return None
         self._compare_logs(reference, trained)
         return self._compare_states(plain, rows, reference, trained)
 
     def _compare_tests(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Compare losses, metrics and variables of Keras' own test step and the engine's."""
+        """Compare losses, metrics and variables of Keras' own test step and of the engine's."""
         plain, shared = steps
         seeds = self._list_seeds()
         reference = plain.run(rows, seeds)
@@ -596,15 +600,15 @@ class StepAudit:
             return self._compare_states(plain, rows, reference, trained)
         one, other = difference.losses
         message = (
-            f"{self._cause(False).why}. {self._moment}, the loss of {count_rows(rows)} rows is"
-            f" {one:.6g} at once, and {other:.6g} from parts of {self._name_parts(rows)}."
+            f"{self._find_likely_cause(False).why}. {self._moment}, the loss of {count_rows(rows)}"
+            f" rows is {one:.6g} at once, and {other:.6g} from parts of {self._name_parts(rows)}."
         )
         return Finding(difference, message)
 
     def _run_engine_step(
         self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> StepResult:
-        """Run the engine's step on a few rows, with `values` of variables.
+        """Run the engine's step on a few rows, with temporary `values` of variables.
 
         Raises RequestError if the devices' results have shapes that can't be joined.
         """
@@ -617,27 +621,30 @@ class StepAudit:
                 ALONE,
             ) from error
 
-    def _cause(self, training: bool) -> LikelyCause:
-        """Return the likely cause of a gradient difference, for the error message."""
-        # `training` is False for an evaluation.
-        return IN_PARTS if self._engine.judges_parts(training) else IN_MODEL
+    def _find_likely_cause(self, training: bool) -> LikelyCause:
+        """Return the likely cause of a gradient difference, for the error message.
+
+        `training` is False for an evaluation.
+        """
+        return IN_PARTS if self._engine.has_loss_per_part(training) else IN_MODEL
 
     def _compare_results(
         self,
         reference: StepResult,
         trained: StepResult,
-        moved: str,
+        variant: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Compare one device's gradients and loss with the engine's; return None if they agree."""
-        # Return None if they agree. Losses are compared only if the gradients agree and `moved` is
-        # empty. `repeats` are results of the reference with random rounding errors, which show what
-        # rounding may change.
+        """Compare one device's gradients and loss with the engine's; return None if they agree.
+
+        Losses are compared only if the gradients agree and there is no `variant`. `repeats` are
+        results of one device with random rounding errors, which show how much rounding may change.
+        """
         sketches = [repeat.gradients for repeat in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
         one, other = reference.gradients.loss, trained.gradients.loss
         size = max(abs(one), abs(other))
-        if found is not None or moved or not math.isfinite(size) or size == 0.0:
+        if found is not None or variant or not math.isfinite(size) or size == 0.0:
             return found
         # a difference doesn't show in gradients that are 0
         relative = abs(one - other) / size
@@ -648,9 +655,9 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return seeds for the model's random layers, so that both steps draw the same numbers.
+        """Return seeds for the model's random layers, with which both steps draw the same numbers.
 
-        The keys are the layers' variables.
+        The keys identify the layers' variables.
         """
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
@@ -662,11 +669,11 @@ class StepAudit:
     def _repeat_with_rounding_errors(
         self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> list[StepResult]:
-        """Run Keras' own step several times, with random errors as large as rounding errors.
+        """Run Keras' own step several times, with random errors in its inputs and weights.
 
-        The results show how much rounding alone can change the gradients.
+        The errors are as large as rounding errors. The results show how much rounding alone can
+        change the gradients.
         """
-        # The inputs and the weights have these errors.
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
         found = []
         for number in range(REPEATS):
@@ -681,8 +688,10 @@ class StepAudit:
         return found
 
     def _round(self, value: Any, number: int) -> Any:
-        """Return the value with a random error added to each element, as large as rounding."""
-        # `number` selects the random changes
+        """Return the value with a random error in each element, as large as a rounding error.
+
+        `number` selects the random errors.
+        """
         if not (isinstance(value, tf.Tensor) and value.dtype.is_floating):
             return value
         kind = self._model.compute_dtype
@@ -722,7 +731,7 @@ class StepAudit:
                 continue
             is_own = variable.key in own
             # a variable of a loss object, for example, counts only if the gradient depends on it
-            if not is_own and not self._teaches(plain, rows, variable.key, (one, other)):
+            if not is_own and not self._affects_gradients(plain, rows, variable.key, (one, other)):
                 continue
             sizes = _norm(one), _norm(other)
             relative = _distance(one, other)
@@ -737,11 +746,10 @@ class StepAudit:
         return None
 
     def _compare_attributes(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if the model's plain attributes differ after both steps.
+        """Return a finding if plain attributes of the model differ after the two steps.
 
-        This is checked in eager mode only.
+        An example is a counter. This is checked in eager mode only.
         """
-        # A plain attribute is, for example, a counter.
         # the Python code of a traced step runs only once
         if not self._model.run_eagerly:
             return None
@@ -757,25 +765,27 @@ class StepAudit:
         return None
 
     @staticmethod
-    def _teaches(plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]) -> bool:
+    def _affects_gradients(
+        plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]
+    ) -> bool:
         """Return whether a variable affects the gradients, by comparing them for two values.
 
-        `key` identifies the variable, and `values` has the two values.
+        `key` identifies the variable, and `values` are the two values.
         """
-        # The gradients of two values are compared.
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if an `if` in the user's code may take another branch for some rows."""
-        # It may if user code decides something by a comparison that isn't made for each row
-        # (see `decisions.py`), the compared values are different for parts of the rows, and the
-        # gradient depends on the decision.
+        """Return a finding if an `if` in the user's code may take another branch for some rows.
+
+        This is the case if the code compares values that differ for parts of the rows, and the
+        gradient depends on the result (see `decisions.py`).
+        """
         plain, shared = steps
         whole = plain.run(rows).margins
         if not whole:
             return None
-        if self._engine.judges_parts(True):
+        if self._engine.has_loss_per_part(True):
             every = [plain.run(part).margins for part in self._cut_parts(rows)]
         else:
             every = [shared.run(rows).margins]  # losses see the whole batch in towers
@@ -783,10 +793,10 @@ class StepAudit:
             place: [margin for each in every for margin in each.get(place, [])] for place in whole
         }
         # rows that an engine computes separately may take another branch than all rows together
-        for place, apart in find_apart(whole, others).items():
+        for place, apart in find_distances(whole, others).items():
             one, other = (
                 self._try_shifted(plain, rows, place, amounts)
-                for amounts in both_sides(whole[place], apart)
+                for amounts in force_both_sides(whole[place], apart)
             )
             if one is None or other is None:
                 continue  # an assertion: who takes the other side ends with its error
@@ -803,17 +813,20 @@ class StepAudit:
 
     @staticmethod
     def _try_shifted(
-        plain: TracedStep, rows: Tensors, place: str, amounts: Sequence[Any]
+        plain: TracedStep, rows: Tensors, line: str, amounts: Sequence[Any]
     ) -> StepResult | None:
-        """Return the step's result with comparisons forced another way; None if the step fails."""
+        """Run the step with other results of comparisons in the user's code.
+
+        `amounts` are added to the left sides of the comparisons in `line`. The result is None if
+        the step fails.
+        """
         try:
-            return plain.run_shifted(rows, place, amounts)
+            return plain.run_shifted(rows, line, amounts)
         except tf.errors.OpError:
             return None
 
     def _cut_parts(self, rows: Tensors) -> list[Tensors]:
-        """Cut the audited rows into the devices' shares."""
-        # Empty parts are left out.
+        """Cut the audited rows into the devices' shares, without empty ones."""
         edges = [int(edge) for edge in self._engine.cut.bounds(int(count_rows(rows)))]
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
@@ -828,7 +841,7 @@ class StepAudit:
         states = {state.key for state in list_states(self._model, plain)}
         chosen = [each for key, each in plain.variables.items() if key in weights or key in states]
         rank, size = self._group.rank, self._group.size
-        own = [_summary(each.read()) for each in chosen]
+        own = [_summarize(each.read()) for each in chosen]
         sent = [tf.one_hot(rank, size, 1.0, 0.0, dtype=tf.float64)[:, None] * each for each in own]
         gathered = self._group.sum_now(sent)
         every = [
@@ -854,16 +867,15 @@ class StepAudit:
     def _list_variants(
         self, plain: TracedStep, rows: Tensors
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
-        """Yield variants of the audited rows that may reveal a difference which these rows hide.
+        """Yield variants of the audited rows, which may reveal a difference that these rows hide.
 
-        A variant has other labels, or nonzero values for variables that are 0.
+        A variant has other labels, or nonzero values for variables that are 0. It is a description,
+        the values of variables, and the rows.
         """
-        # A change is a description, the values of variables, and the rows. The audited rows
-        # themselves may hide the difference.
-        values, names = raise_zeros(self._model, plain)
+        values, names = replace_zeros(self._model, plain)
         if values:
             yield f"with {' and '.join(names[:2])} above 0", values, rows
-        if not self._engine.judges_parts(True):
+        if not self._engine.has_loss_per_part(True):
             return
         x, y, weight = rows
         for words, change in LABELS.items():
@@ -876,25 +888,25 @@ class StepAudit:
 
     # ---------------------------------------------------------------- agreement and messages
 
-    def _if_all(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps if every process could trace its own, else None.
+    def _none_unless_all(self, steps: StepPair | None) -> StepPair | None:
+        """Return `steps` if every process could trace its steps, else None.
 
         Every process has to call this.
         """
-        return steps if self._all(steps is not None) else None
+        return steps if self._is_true_everywhere(steps is not None) else None
 
-    def _all(self, fine: bool) -> bool:
-        """Return whether `fine` is True in every process.
+    def _is_true_everywhere(self, value: bool) -> bool:
+        """Return whether `value` is True in every process.
 
         Every process has to call this.
         """
         if self._group is None:
-            return fine
-        (failed,) = self._group.sum_now([tf.constant(0.0 if fine else 1.0)])
+            return value
+        (failed,) = self._group.sum_now([tf.constant(0.0 if value else 1.0)])
         return bool(failed == 0)
 
     def _share_finding(self, finding: Finding | None) -> Finding | None:
-        """Send the first finding of any process to all processes, so that all react alike.
+        """Send the first finding of any process to all processes, so that all react the same way.
 
         The result is None if no process has a finding. Every process has to call this.
         """
@@ -911,13 +923,13 @@ class StepAudit:
             text = msgspec.json.encode(Finding(finite, finding.message, finding.remedy))
         return msgspec.json.decode(self._group.share_text(text, first), type=Finding)
 
-    def _find(self, difference: GradientDifference, rows: Tensors, moved: str) -> Finding:
+    def _find(self, difference: GradientDifference, rows: Tensors, variant: str) -> Finding:
         cut = self._engine.cut
-        cause = self._cause(True)
+        cause = self._find_likely_cause(True)
         parts = cut.sizes(int(count_rows(rows)))
         message = describe(difference, cause, [size for size in parts if size], self.audits.step)
-        if moved:
-            message += f" It shows {moved}, as later in a training."
+        if variant:
+            message += f" It shows {variant}, as later in a training."
         return Finding(difference, message)
 
     def _remedy(self) -> str:
@@ -930,15 +942,13 @@ class StepAudit:
         return " and ".join(str(size) for size in sizes if size)
 
     def _warn_once(self, why: str) -> None:
-        """Warn that the training can't be audited because of `why`.
+        """Warn, once for each reason `why`, that the training can't be audited.
 
-        Raises RequestError instead if the kind of the loss is unknown, because then only an audit
-        can show that the gradients are right.
+        Raises RequestError instead if it is unknown how the losses of a batch's parts combine,
+        because then only an audit can show that the gradients are right.
         """
-        # Each reason `why` is reported once. With another kind of loss, only an audit could show
-        # that the gradient is right.
         engine, training = self._engine, self._trains
-        if engine.judges_parts(training) and engine.kinds[training].loss == OTHER:
+        if engine.has_loss_per_part(training) and engine.kinds[training].loss == OTHER:
             # the loss isn't the mean or the sum of its parts' losses
             raise RequestError(
                 f"The loss of a batch of {self._model.name} isn't the mean or the sum of its parts'"
@@ -957,7 +967,6 @@ def _is_finite(gradients: Sketch) -> bool:
 @contextmanager
 def _plain_float32() -> Iterator[None]:
     """Context manager that turns off TensorFloat-32, which rounds too much for a comparison."""
-    # GPUs then multiply float32 at full precision.
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
@@ -968,7 +977,6 @@ def _plain_float32() -> Iterator[None]:
 
 def _open_unequal(one: Any, other: Any) -> Any:
     """Merge two tensor specs into one that fits both: axes of unequal length become None."""
-    # Axes of unequal length have length None.
     if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
         return other
     sizes = zip(one.shape, other.shape, strict=True)
@@ -988,8 +996,7 @@ def _norm(value: Any) -> float:
 
 
 def _distance(one: Any, other: Any) -> float:
-    """Return the norm of the tensors' difference, divided by the larger of their norms."""
-    # It is relative to the larger norm of the two.
+    """Return the norm of the difference of two tensors, relative to the larger of their norms."""
     size = max(_norm(one), _norm(other))
     return _norm(_as_float64(one) - _as_float64(other)) / size if size else 0.0
 
@@ -997,10 +1004,9 @@ def _distance(one: Any, other: Any) -> float:
 def _states_differ(before: Any, one: Any, other: Any) -> bool:
     """Return whether a variable has different values after two steps, except for rounding.
 
-    `before` is its value before the steps.
+    `one` and `other` are these values, and `before` is the value before both steps. The more the
+    steps change the value, the larger is the difference that is allowed.
     """
-    # `one` and `other` are the values after two steps, and `before` is the value before both steps.
-    # The more the steps change the value, the larger is the difference that is allowed.
     if one.shape != other.shape or not _is_number(one):
         return False
     if not one.dtype.is_floating:
@@ -1018,7 +1024,7 @@ MOST_WATCHED = 16  # maximum number of elements of a variable whose changes are 
 
 
 def _is_small(handle: Any) -> bool:
-    """Return whether a variable, given by its handle, has at most 16 elements."""
+    """Return whether the variable with this handle has at most 16 elements."""
     count = handle._handle_data.shape_and_type[0].shape
     sizes = tf.TensorShape(count).num_elements()
     return sizes is not None and sizes <= MOST_WATCHED
@@ -1033,9 +1039,8 @@ def _as_float64(value: Any) -> Any:
     return tf.cast(value, tf.float64)
 
 
-def _summary(value: Any) -> Any:
+def _summarize(value: Any) -> Any:
     """Return two weighted sums of a tensor's absolute values, to compare it between processes."""
-    # One sum is weighted by position. Processes compare the sums.
     if not _is_number(value):
         return tf.zeros([2], tf.float64)
     columns = value.shape[-1] if value.shape.rank else 1
@@ -1047,13 +1052,15 @@ def _summary(value: Any) -> Any:
 
 
 def _unknown_difference() -> GradientDifference:
-    """Return a GradientDifference for a finding that isn't about one gradient."""
+    """Return a GradientDifference for a finding that isn't about a single gradient."""
     return GradientDifference("", math.inf, 0.0, math.nan, math.nan, (math.nan, math.nan))
 
 
 def _with_finite(difference: GradientDifference) -> GradientDifference:
-    """Replace inf and NaN in a difference by finite values, which JSON can hold."""
-    # Infinities and NaN are replaced by numbers that JSON can hold.
+    """Return a GradientDifference without inf and NaN, which JSON can't hold.
+
+    Finite values replace them.
+    """
     fields = {
         name: each if math.isfinite(each) else math.copysign(1e300, each)
         for name, each in (
@@ -1068,8 +1075,8 @@ def _with_finite(difference: GradientDifference) -> GradientDifference:
 # ------------------------------------------------------------------ labels of later batches
 
 
-def _mixed_labels(y: Any) -> Any:
-    """Return the labels shuffled among the rows."""
+def _shuffle_labels(y: Any) -> Any:
+    """Return the labels in another order, shuffled among the rows."""
     if not isinstance(y, tf.Tensor) or y.shape.rank == 0:
         return y
     order = np.random.default_rng(5).permutation(int(y.shape[0]))
@@ -1103,8 +1110,8 @@ def _vary_labels(y: Any, outputs: Any) -> Any:
     return (y + rows) % max(classes, 2)
 
 
-def _missing_labels(missing: float, y: Any) -> Any:
-    """Replace 40 % of the labels by `missing`, a value that may mark missing labels.
+def _mark_missing(missing: float, y: Any) -> Any:
+    """Replace 40 % of the labels by `missing`, a value that the loss may treat as no label.
 
     Labels whose dtype can't hold `missing` are returned unchanged.
     """
@@ -1117,7 +1124,7 @@ def _missing_labels(missing: float, y: Any) -> Any:
 
 
 LABELS: dict[str, Callable[[Any], Any]] = {
-    "labels in another order": _mixed_labels,
-    "labels of -1": lambda y: _missing_labels(-1.0, y),
-    "labels that aren't numbers": lambda y: _missing_labels(math.nan, y),
+    "labels in another order": _shuffle_labels,
+    "labels of -1": lambda y: _mark_missing(-1.0, y),
+    "labels that aren't numbers": lambda y: _mark_missing(math.nan, y),
 }

@@ -25,7 +25,7 @@ from .compatibility import all_layers
 from .decisions import Margins, Shifts, list_decisions, read_margin
 from .equal_draws import draws_alike
 from .instances import replaced
-from .keras_step import Tensors, call_model, calls_of_steps
+from .keras_step import Tensors, call_model, engine_calls
 from .passes import SEED_NAME, is_seed
 from .sparse_gradients import has_each_row_once, joins_look_ups
 
@@ -38,9 +38,10 @@ Values = dict[int, Any]  # values of variables, by their keys
 
 
 class StepCall(NamedTuple):
-    """Results of the model's call in a step: outputs, losses, and tensors left in attributes."""
+    """Results of the model's call in a step, which determine the step's loss.
 
-    # These results determine the loss of the step.
+    They are outputs, losses, and tensors that the call has stored in attributes.
+    """
 
     outputs: Tensors  # with the masks that Keras attaches
     losses: list[Any]  # losses of layers, then of the weights' regularizers
@@ -80,12 +81,13 @@ class TracedStep:
 
     - `step`: the function to trace, such as the model's `train_step`.
     - `spec`: element spec of a batch, with any row count.
-    - `shifted`: whether comparisons in the user's code can be shifted (see `run_shifted`).
+    - `shifted`: whether results of comparisons in the user's code can be changed (see
+      `run_shifted`).
     - `plain`: whether the step is Keras' own; then results include a `StepCall`.
 
     After tracing, `variables` are the variables that the step uses, by key, and `assigned` the keys
-    of those it may assign. `draws` is True if it draws random numbers outside of keras.random.
-    `merged` and `joined` describe sparse gradients (see `sparse_gradients.py`).
+    of those that it may assign. `draws` is True if the step draws random numbers without
+    keras.random. `merged` and `joined` describe sparse gradients (see `sparse_gradients.py`).
     """
 
     def __init__(
@@ -100,13 +102,13 @@ class TracedStep:
         self._plain = plain
         self._left: Any = None  # the attributes after the model's call in a plain step
         self._shifts = Shifts() if shifted else None
-        self._places: list[str] = []  # the place of each decision, in the form of find_place
+        self._places: list[str] = []  # the place of each decision, in the form of find_line
         self._step = step
         self._kinds: dict[str, str] = {}  # types of gradients, by the weights' names
         self.merged: tuple[int, ...] = ()
         self.joined: list[str] = []
         kept = kept_attributes(model)
-        with kept as self.attributes, draws_alike(model), calls_of_steps():
+        with kept as self.attributes, draws_alike(model), engine_calls():
             traced = tf.function(self._run_step, autograph=False)
             seed = tf.TensorSpec([2], tf.int32)
             self._graph = traced.get_concrete_function(spec, seed)
@@ -116,21 +118,20 @@ class TracedStep:
         self.assigned = _find_assigned(self._graph.graph) & self.variables.keys()
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
 
-    def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
-        """Run the step with comparisons in the user's code forced to another result.
+    def run_shifted(self, data: Tensors, line: str, amounts: Sequence[Any]) -> StepResult:
+        """Run the step with other results of comparisons in the user's code.
 
-        `amounts` are added to the left sides of the comparisons at `place`, a line of the user's
-        code.
+        `amounts` are added to the left sides of the comparisons in `line`, a line of the code.
         """
         assert self._shifts is not None
-        self._shifts.assign(place, amounts)
+        self._shifts.assign(line, amounts)
         try:
             return self.run(data)
         finally:
             self._shifts.clear()
 
     def run(self, data: Tensors, values: Mapping[int, Any] | None = None) -> StepResult:
-        """Run the step on a batch, and then restore all variables.
+        """Run the step on a batch, and restore all variables afterwards.
 
         `values` are temporary values of variables, by key.
         """
@@ -156,11 +157,10 @@ class TracedStep:
         summed = [output.numpy() for output in outputs]
         return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
-    def leave(self, call: StepCall) -> None:
-        """Store the tensors of a call in the model's attributes, where a loss may read them."""
-        # A loss may read tensors that the call stored in attributes.
+    def store_attributes(self, call: StepCall) -> None:
+        """Store a call's tensors in the model's attributes, where a loss may read them."""
         self._left.restore()
-        self._left.put(call.attributes)
+        self._left.write(call.attributes)
 
     def _run_step(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Run the step and return its results as tensors; this function is traced as a graph."""
@@ -189,8 +189,7 @@ class TracedStep:
         return sums, logs, margins, outputs, call
 
     def _note_types(self, variables: Sequence[Any]) -> None:
-        """Record the dtype of each weight's gradient, by the weight's name."""
-        # They are the gradients of these variables.
+        """Record the dtype of the gradient of each of these weights, by the weight's name."""
         names, half = _name_weights(self._model), computes_in_half(self._model)
         self._kinds.clear()
         for variable in variables:
@@ -205,9 +204,11 @@ class TracedStep:
 
     @contextmanager
     def _recording_loss_calls(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Context manager that records the model's outputs in `calls` when its loss is computed."""
-        # Only calls of a plain step are recorded. A record has the fields of a `StepCall`, with the
-        # outputs' masks after the outputs.
+        """Context manager that records the model's outputs in `calls` when its loss is computed.
+
+        Only calls of a plain step are recorded.
+        """
+        # A record has the fields of a `StepCall`, with the outputs' masks after the outputs.
         if not self._plain:
             yield
             return
@@ -218,7 +219,9 @@ class TracedStep:
         def compute_loss(*given: Any, **words: Any) -> Any:
             outputs = words.get("y_pred")
             masks = [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(outputs)]
-            attributes = {name: each for name, each in before.collect().items() if _is_here(each)}
+            attributes = {
+                name: each for name, each in before.collect().items() if _is_usable_here(each)
+            }
             calls.append((outputs, masks, list(model.losses), attributes))
             self._left = CallTensors(model)
             return compute(*given, **words)
@@ -227,8 +230,7 @@ class TracedStep:
             yield
 
     def _read_margins(self) -> list[Any]:
-        """Return left side minus right side of each comparison in the user's code."""
-        # A margin is the left side minus the right side.
+        """Return the left side minus the right side of each comparison in the user's code."""
         found = list(list_decisions(tf.compat.v1.get_default_graph()))
         self._places[:] = [place for place, _ in found]
         margins = [read_margin(operation) for _, operation in found]
@@ -241,19 +243,17 @@ class TracedStep:
 class PlainSteps:
     """Traces and caches a model's own training and test steps, as Keras runs them on one device."""
 
-    # Each type of batch is traced once.
-
     def __init__(self, model: Any, device: str) -> None:
         self._model = model
         self._device = device
         self._traced: dict[tuple[bool, str, bool], TracedStep | Exception] = {}
 
     def clear(self, training: bool) -> None:
-        """Forget the traced training steps; with `training=False`, the test steps instead."""
+        """Forget the traced training steps or, with `training=False`, the traced test steps."""
         self._traced = {key: step for key, step in self._traced.items() if key[0] != training}
 
     def trace(self, spec: Tensors, training: bool) -> TracedStep:
-        """Return Keras' own training or test step, traced for batches of this spec.
+        """Return Keras' own training or test step, traced for batches with this spec.
 
         Raises the error of the user's code, if any.
         """
@@ -262,7 +262,7 @@ class PlainSteps:
         return self._find((training, repr(spec), False), own, spec)
 
     def trace_call(self, spec: Tensors, training: bool) -> TracedStep:
-        """Return a traced step that only calls the model, and computes no loss.
+        """Return a traced step that calls the model, but computes no loss.
 
         `training` is the mode in which the model is called. Raises the error of the user's code, if
         any.
@@ -273,7 +273,10 @@ class PlainSteps:
             return self._find((training, repr(spec), True), call, spec)
 
     def _find(self, key: tuple[bool, str, bool], step: Any, spec: Tensors) -> TracedStep:
-        """Return the step of `key`, traced at its first use; raise tracing's error, if any."""
+        """Return the traced step for `key`, which is traced on first use.
+
+        Raises the error of tracing, if any.
+        """
         if key not in self._traced:
             self._traced[key] = self._trace(step, spec, training=key[0])
         found = self._traced[key]
@@ -290,8 +293,7 @@ class PlainSteps:
 
 
 def _call_without_loss(model: Any, training: bool, data: Tensors) -> dict[str, Any]:
-    """Call the model as a step does, and give its outputs to a loss that computes nothing."""
-    # The result has no logs.
+    """Call the model as a step does, and pass its outputs to a loss that computes nothing."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     # a `TracedStep` picks the outputs up there
     model._compute_loss(y_pred=call_model(model, x, training))
@@ -317,11 +319,11 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
     ]
 
 
-def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
+def replace_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
     """Return nonzero values for variables that are all 0, and large values for step counters.
 
-    With them, a step shows effects that would only appear later in a training run. Returns the
-    values by key, and the variables' names.
+    With these values, a step shows effects that would only appear later in a training run. Returns
+    the values by key, and the variables' names.
     """
     values: Values = {}
     names = []
@@ -345,11 +347,10 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return a StepCall, with Keras' masks attached again to its outputs.
+    """Return a StepCall with Keras' masks attached to its outputs again; None stays None.
 
-    None stays None.
+    `call` has outputs, their masks, losses and attributes.
     """
-    # `call` has outputs, their masks, losses and attributes.
     if call is None:
         return None
     outputs, masks, losses, attributes = call
@@ -359,8 +360,8 @@ def _with_masks(call: Any) -> StepCall | None:
     return StepCall(outputs, losses, attributes)
 
 
-def _is_here(tensor: Any) -> bool:
-    """Return whether a tensor can be used in the current graph, or is eager."""
+def _is_usable_here(tensor: Any) -> bool:
+    """Return whether a tensor is eager, or belongs to the current graph."""
     here = tf.compat.v1.get_default_graph()
     return not tf.is_symbolic_tensor(tensor) or tensor.graph is here
 
@@ -370,7 +371,6 @@ def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: An
 
     `seed` determines the signs, so the sums of equal gradients are equal.
     """
-    # The elements of a gradient are added with random signs.
     pairs = zip(gradients, shapes, strict=True)
     matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]
     if not matrices:
@@ -395,8 +395,7 @@ def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: An
 
 
 def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
-    """Sum the elements of one-row gradients, such as those of biases, with random signs."""
-    # Gradients of biases, for example, have one row.
+    """Sum the elements of gradients with one row, such as those of biases, with random signs."""
     sizes = [vector.shape[1] for vector in vectors]
     # there are many of them, so they are computed together
     joined = tf.concat([tf.cast(vector, tf.float64) for vector in vectors], 1)
@@ -407,7 +406,7 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 
 
 def _as_matrix(gradient: Any, shape: Any) -> Any:
-    """Return the gradient as a dense float matrix whose columns are the weight's last axis."""
+    """Return the gradient as a dense float matrix, whose columns are the weight's last axis."""
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
     rows = math.prod(shape[:-1])
@@ -438,15 +437,20 @@ def _sum_rows(output: Any, seed: Any) -> Any:
 
 
 def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
-    """Draw matrices of random signs, as float32 and as float64."""
-    # Each matrix has `count` rows and PROJECTIONS columns of 1 and -1.
+    """Draw a matrix of random signs, and return it as float32 and as float64.
+
+    It has `count` rows and PROJECTIONS columns of 1 and -1.
+    """
     drawn = 2 * tf.random.stateless_uniform([count, PROJECTIONS], seed, 0, 2, tf.int32) - 1
     return {kind: tf.cast(drawn, kind) for kind in (tf.float32, tf.float64)}
 
 
 def _read_scalars(logs: Any) -> dict[str, float]:
-    """Return the scalar metrics among a step's logs, as floats."""
-    # A metric whose result is a dictionary adds the names in it, as in Keras' own logs.
+    """Return the scalar metrics in a step's logs, as floats.
+
+    Metrics in nested dicts are included.
+    """
+    # a dictionary's names aren't prefixed, as in Keras' own logs
     scalars: dict[str, float] = {}
     for name, given in logs.items() if isinstance(logs, dict) else ():
         if isinstance(given, dict):
@@ -459,8 +463,10 @@ def _read_scalars(logs: Any) -> dict[str, float]:
 
 
 def _name_weights(model: Any) -> dict[int, str]:
-    """Return a unique name for each trainable weight, by its `id()`."""
-    # The names are the weights' paths. A path that occurs twice is numbered.
+    """Return a unique name for each trainable weight, by the weight's `id()`.
+
+    The names are the weights' paths; a path that occurs twice is numbered.
+    """
     names: dict[int, str] = {}
     for weight in model.trainable_weights:
         path = weight.path
@@ -470,7 +476,7 @@ def _name_weights(model: Any) -> dict[int, str]:
 
 
 def computes_in_half(model: Any) -> str:
-    """Return "bfloat16" or "float16" if a layer computes in it, else ""."""
+    """Return "bfloat16" or "float16" if any layer computes in it, else ""."""
     kinds = {layer.compute_dtype for layer in (model, *all_layers(model))}
     return next((kind for kind in ("bfloat16", "float16") if kind in kinds), "")
 
@@ -509,8 +515,7 @@ def _find_assigned(graph: Any) -> set[int]:
 
 
 def _list_operations(graph: Any) -> Iterator[str]:
-    """Yield the types of all operations in the graph."""
-    # The operations in functions that the graph calls are included.
+    """Yield the types of all operations in the graph, and in functions that it calls."""
     definition = graph.as_graph_def()
     yield from (node.op for node in definition.node)
     for function in definition.library.function:
@@ -524,7 +529,7 @@ def _is_draw(operation: str) -> bool:
 
 @contextmanager
 def _without_graph_optimization() -> Iterator[None]:
-    """Context manager that turns off Grappler for functions called in this thread."""
+    """Context manager that turns off Grappler, TensorFlow's graph optimizer, in this thread."""
     now = context.context()
     before = now.function_call_options
     config = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
@@ -539,10 +544,10 @@ def _without_graph_optimization() -> Iterator[None]:
 
 @contextmanager
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
-    """Context manager that restores tensors and plain values in attributes.
+    """Context manager that restores attributes of the model, its layers and its loss at the end.
 
-    These are the attributes of the model, its layers and its loss. It yields a dict, which at the
-    end has the changes of plain values that were undone.
+    These are tensors and plain values. It yields a dict, which at the end has the changes of plain
+    values that were undone.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]
@@ -560,7 +565,7 @@ def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
 
 
 def _restore_plain(owner: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore an object's attributes that are numbers, strings, bools or None.
+    """Restore those attributes of an object that are numbers, strings, bools or None.
 
     `plain` has the values to restore. Returns the values that were replaced.
     """

@@ -1,4 +1,4 @@
-"""Callbacks for training with several processes, and for saving files."""
+"""Keras callbacks for training in several processes, and functions that save files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 
 
 class GroupSync(kinds.Callback):  # type: ignore[misc]
-    """Keras callback that keeps processes in step: equal first epoch and weights, common stop.
+    """Keras callback that keeps the processes of a group synchronized.
 
-    `backup` is the user's BackupAndRestore callback, or None.
+    All processes start with the same epoch and weights, and stop together. `backup` is the user's
+    BackupAndRestore callback, or None.
     """
 
     def __init__(self, engine: Any, share_weights: Callable[[], None], backup: Any) -> None:
@@ -48,10 +49,10 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         Raises RequestError if their data differ.
         """
         # This callback is last, so the first process has already written its files.
-        self.agree()
+        self.share_stop()
         self._engine.check_data(epoch_ends=True)
 
-    def agree(self, *_: Any, **__: Any) -> None:
+    def share_stop(self, *_: Any, **__: Any) -> None:
         """Stop the training in all processes if `stop_training` is set in any of them.
 
         Every process has to call this.
@@ -68,24 +69,25 @@ class EpochStartCallback(kinds.Callback):  # type: ignore[misc]
         self._call = call
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Call the function given at creation."""
+        """Call the function that was given to the constructor."""
         self._call()
 
 
-def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
-    """Return the user's callbacks for `fit`, with `own` added as the last one."""
-    if not isinstance(given, kinds.CallbackList):
-        return [*keras.tree.flatten(given or []), own]
+def with_callback(callbacks: Any, own: kinds.Callback, model: Any) -> Any:
+    """Return the user's callbacks for `fit`, with the callback `own` as the last one."""
+    if not isinstance(callbacks, kinds.CallbackList):
+        return [*keras.tree.flatten(callbacks or []), own]
     own.set_model(model)
-    given.append(own)
-    return given
+    callbacks.append(own)
+    return callbacks
 
 
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
-    """Return the callbacks that this process of a group uses, with a GroupSync as the last one.
+    """Return the callbacks that this process of a group uses; the last one is a GroupSync.
 
-    Only the first process keeps callbacks that write files. Every process has to call this. If a
-    callback of any process may stop within an epoch, the processes check for that after each batch.
+    Only the first process keeps callbacks that write files. If a callback of any process may stop
+    the training within an epoch, the processes check for that after each batch. Every process has
+    to call this.
     """
     group = engine.group
     own = keras.tree.flatten(
@@ -97,7 +99,7 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
         own = [each for each in own if not isinstance(each, WRITERS)]
     for each in own:
         if isinstance(each, kinds.ModelCheckpoint) and group.rank:
-            each._should_save_model = functools.partial(_only_judge, each._should_save_model)
+            each._should_save_model = functools.partial(_skip_saving, each._should_save_model)
         if isinstance(each, kinds.BackupAndRestore):
             backup, each._save_model = each, functools.partial(_save_backup, each)
     last = GroupSync(engine, share_weights, backup)
@@ -106,13 +108,12 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
         # a callback may stop within an epoch, and stopping together takes one all-reduce per
         # batch
     ):
-        last.on_train_batch_end = last.agree
+        last.on_train_batch_end = last.share_stop
     return [*own, last]
 
 
 def _may_stop(callback: Any) -> bool:
     """Return whether a callback runs user code after each batch, which could stop the training."""
-    # Such code may stop the training.
     kind = type(callback)
     # Keras' and evener's callbacks do the same in every process, but a LambdaCallback runs the
     # user's code
@@ -124,17 +125,19 @@ def _may_stop(callback: Any) -> bool:
     return not known and any(own)
 
 
-def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
-    """Let a ModelCheckpoint update its best value, but return False, so that it saves no file."""
-    # `judge` is the callback's own method, which says whether to save the model.
+def _skip_saving(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
+    """Replacement of a ModelCheckpoint's method that decides whether to save the model.
+
+    `judge` is the original method, which updates the best value. The result is always False.
+    """
     judge(*values, **named)
     return False
 
 
 def _save_backup(backup: Any) -> None:
-    """Save a BackupAndRestore callback's epoch, then the weights.
+    """Save a BackupAndRestore callback's epoch, and then the weights.
 
-    If the process is killed in between, `_match_epoch` recognizes this by the step count.
+    If the process is killed in between, `_match_epoch` detects this by the step count.
     """
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,8 +156,10 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """Correct the model's first epoch if BackupAndRestore was interrupted while saving."""
-    # `backup` has restored the weights.
+    """Correct the model's first epoch if BackupAndRestore was interrupted while saving.
+
+    `backup` has restored the weights already.
+    """
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())
         # another optimizer step: the last save was interrupted, so the weights are those of the one
@@ -165,15 +170,14 @@ def _match_epoch(backup: Any) -> None:
             backup.model._initial_epoch = note["before"]
 
 
-def save_whole(
+def save_by_renaming(
     rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any
 ) -> Any:
-    """Save a model by calling `save` with a temporary file, which is then renamed.
+    """Save a model to a temporary file by calling `save`, and then rename the file.
 
-    Thus a reader always finds a complete file. Other formats than `.keras` and `.h5`, remote paths,
+    Thus a reader always finds a complete file. Formats other than `.keras` and `.h5`, remote paths,
     and calls with `zipped=False` or `overwrite=False` are saved directly.
     """
-    # a reader always finds a complete file, even if the process is killed while it saves
     path = str(filepath)
     other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False
     if other or not path.endswith((".keras", ".h5")):

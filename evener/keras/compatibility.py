@@ -1,4 +1,4 @@
-"""Checks whether a Keras model can train with each batch divided among devices."""
+"""Checks whether a Keras model can train if each batch is divided among devices."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..training.launched import ask_for_processes
 
 
 def model_digest(model: Any) -> str:
-    """Return a digest of the shapes of the model's inputs and weights, 16 hex digits.
+    """Return a digest of the shapes of a model's inputs and weights, as 16 hex digits.
 
-    Types and `trainable` of the weights count too, names don't.
+    The weights' dtypes and `trainable` are included, but not their names.
     """
     inputs = [str(tuple(each.shape)) for each in getattr(model, "inputs", None) or []]
     weights = [
@@ -31,11 +31,11 @@ NO_PASSES = "Make a plan without passes: evener balance --micro off."
 
 
 class SplitWarning(UserWarning):
-    """Category of evener's warnings about a Keras model."""
+    """Category of the warnings that evener issues about a Keras model."""
 
 
 def warn(sentence: str) -> None:
-    """Issue a SplitWarning with this sentence."""
+    """Issue a SplitWarning with this message."""
     warnings.warn(sentence, SplitWarning, stacklevel=3)
 
 
@@ -130,7 +130,10 @@ def check_passes(model: Any, rows: int) -> None:
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
-    """Raise RequestError if the model's call has assigned any trainable weights."""
+    """Raise RequestError if a model's call has assigned any trainable weights.
+
+    `weights` are those that it has assigned.
+    """
     # such an assignment would be lost, because each device has its own copy of the weights
     if weights:
         seen = (
@@ -143,15 +146,15 @@ def check_assigned(weights: Sequence[Any]) -> None:
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
     """Raise RequestError because this model needs several processes.
 
-    `seen` is the reason, and `other` another remedy. If `evener launch` started this script as one
-    process, exit instead, so that it starts one for each device.
+    `seen` is the reason, and `other` is another remedy. If `evener launch` started this script as a
+    single process, exit instead, so that it starts one process for each device.
     """
     ask_for_processes(seen)
     raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")
 
 
 def warn_small_data(rows: int, planned: int | None) -> None:
-    """Warn if the data have fewer rows than the plan's global batch."""
+    """Warn if the data have fewer rows than the plan's global batch, `planned`."""
     if planned is not None and rows < planned:
         warn(
             f"The data have {rows} rows, fewer than the plan's global batch of {planned}: "
@@ -161,13 +164,13 @@ def warn_small_data(rows: int, planned: int | None) -> None:
 
 
 def all_layers(model: Any) -> list[Any]:
-    """Return the model's layers, nested ones included."""
+    """Return the model's layers, including nested ones."""
     found: list[Any] = model._flatten_layers(include_self=False)
     return found
 
 
 def plain_variables(model: Any) -> list[Any]:
-    """Return `tf.Variable` attributes of the model and its layers."""
+    """Return the attributes of the model and its layers that are a `tf.Variable`."""
     every = [each for layer in (model, *all_layers(model)) for each in vars(layer).values()]
     return list({id(each): each for each in every if isinstance(each, tf.Variable)}.values())
 
@@ -181,9 +184,9 @@ def overrides(model: Any, name: str) -> bool:
 
 
 def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
-    """Return the batch normalization layers; None for `synchronized` returns all of them.
+    """Return the batch normalization layers whose option `synchronized` has this value.
 
-    Otherwise, only layers whose option `synchronized` has this value are returned.
+    None returns all of them.
     """
     found = [
         each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)
@@ -192,10 +195,7 @@ def list_normalizations(model: Any, synchronized: bool | None = False) -> list[A
 
 
 def list_normalization_states(model: Any, synchronized: bool | None = False) -> list[Any]:
-    """Return the moving averages of batch normalization layers, selected by `synchronized`.
-
-    See `list_normalizations`.
-    """
+    """Return the moving averages of the layers that `list_normalizations` returns."""
     layers = list_normalizations(model, synchronized)
     return [state for layer in layers for state in layer.non_trainable_variables]
 

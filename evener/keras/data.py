@@ -1,7 +1,8 @@
-"""Batches for `fit` and `evaluate`, from arrays or datasets, also with rows of similar length.
+"""Batches for `fit` and `evaluate`, made from arrays or datasets.
 
-The order of an epoch's rows follows from one random number. So the rows of any step can be computed
-directly, and a process gathers only its own rows of a global batch.
+Each device may get rows of similar length. The order of an epoch's rows follows from one random
+number. So the rows of any step can be computed directly, and a process gathers only its own rows of
+a global batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without 
 
 
 class AssignedArrays(NamedTuple):
-    """A batch whose rows are sorted by device, after devices were chosen by the rows' lengths."""
+    """A batch whose rows were assigned to devices by length, and are sorted by device."""
 
     data: Tensors
     edges: Any  # the first row of each device, then the number of rows
@@ -64,10 +65,10 @@ def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
 
 
 def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> Any:
-    """Check the token counts that the user has given, and return them as an int64 array.
+    """Check token counts that the user has given, and return them as an int64 array.
 
-    Raises RequestError if they aren't one whole number per row, or don't fit `x`. A row that fits
-    on no device raises it, too.
+    Raises RequestError if they aren't one whole number per row, don't fit `x`, or if a row fits on
+    no device.
     """
     tokens = np.asarray(lengths)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -81,11 +82,10 @@ def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> 
 
 
 def _check_padding(tokens: Any, steps: int | None) -> None:
-    """Raise RequestError if a row has more tokens than the padded arrays have room for.
+    """Raise RequestError if a row has more tokens than the second axis of the padded arrays.
 
-    `steps` is the length of the arrays' second axis, or None without one.
+    `steps` is the length of that axis, or None without one.
     """
-    # The room is the length of their second axis. The padded arrays have `steps` steps.
     if steps is None or tokens.max() > steps:
         held = "no second axis" if steps is None else f"a second axis of {steps}"
         raise RequestError(
@@ -95,7 +95,7 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
-    """Return each device's inputs, cut to its longest row, and its row count.
+    """Return each device's inputs, cut to the length of its longest row, with its row count.
 
     Filler rows don't count.
     """
@@ -110,7 +110,7 @@ def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]
 def cut_steps(x: Tensors, steps: Any) -> Tensors:
     """Cut the inputs to the first `steps` tokens, along their second axis.
 
-    Tensors whose second axis has another length than the first tensor's stay as they are.
+    Tensors whose second axis isn't as long as the first tensor's aren't cut.
     """
     whole = _count_steps(x)
     return keras.tree.map_structure(
@@ -119,9 +119,9 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Pad a model's outputs with zeros along their second axis, to the length of the inputs `x`.
+    """Pad a model's outputs with zeros along the second axis, to the length of the inputs `x`.
 
-    Outputs whose second axis has a fixed length stay as they are. Masks exclude the padding.
+    Outputs whose second axis has a fixed length aren't padded. Masks exclude the padding.
     """
     whole = _count_steps(x)
 
@@ -145,8 +145,8 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
 def check_padding(model: Any, batch: AssignedArrays) -> None:
     """Raise RequestError if padding changes the model's outputs or counts in its loss.
 
-    One row is computed with and without padding. Eager models and models with batch normalization
-    are refused, too.
+    One row is computed with and without padding. RequestError is also raised for eager models and
+    for models with batch normalization.
     """
     if model.run_eagerly:
         raise RequestError(
@@ -175,10 +175,11 @@ def check_padding(model: Any, batch: AssignedArrays) -> None:
 
 
 def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> None:
-    """Raise RequestError if a row's output depends on padding, or if padding counts in the loss."""
-    # `whole` is the output of the padded row, and `short` the output of the row without padding,
-    # which has `steps` steps. The loss ignores padding that a mask or one of the `weights`
-    # excludes.
+    """Raise RequestError if a row's output depends on padding, or if the loss counts padding.
+
+    `whole` is the output of the padded row, and `short` that of the row without padding, which has
+    `steps` tokens. The loss ignores padding that a mask or one of the `weights` excludes.
+    """
     if whole.shape != short.shape:
         counted = [
             getattr(whole, "_keras_mask", None),
@@ -208,7 +209,7 @@ def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> Non
 
 
 def _count_steps(x: Tensors) -> int | None:
-    """Return the length of the first input's second axis, or None if it has none."""
+    """Return the length of the second axis of the first input, or None if it has none."""
     shape = keras.tree.flatten(x)[0].shape
     return shape[1] if len(shape) > 1 else None
 
@@ -227,8 +228,8 @@ class ArrayBatches:
     """Makes TensorFlow datasets of batches from arrays.
 
     - `batch`: rows in a batch; an epoch's last batch may be smaller.
-    - `shuffle`: use another order of rows in each epoch, from `seed`.
-    - `rows`: rows in an epoch, by default those of the arrays. If it is more, rows repeat.
+    - `shuffle`: use another order of rows in each epoch, which depends on `seed`.
+    - `rows`: rows in an epoch, by default those of the arrays. If there are more, rows repeat.
 
     Raises RequestError if the arrays differ in their row count, or have no rows.
     """
@@ -251,14 +252,15 @@ class ArrayBatches:
     def global_batches(self, endless: bool = False) -> Any:
         """Return a dataset of global batches, which have the rows of all processes.
 
-        It ends after one epoch, unless it is `endless`.
+        It never ends if it is `endless`, and otherwise ends after one epoch.
         """
         return self._dataset(functools.partial(self._take, self._tensors), endless)
 
     def own_rows(self, cut: Cut, rank: int, endless: bool = False) -> Any:
-        """Return a dataset with the rows of each global batch that process `rank` computes.
+        """Return a dataset with those rows of each global batch that process `rank` computes.
 
-        The elements are `OwnRows`. It ends after one epoch, unless it is `endless`.
+        The elements are `OwnRows`. The dataset never ends if it is `endless`, and otherwise ends
+        after one epoch.
         """
 
         def take_own(epoch: Any, start: Any, stop: Any) -> OwnRows:
@@ -274,7 +276,7 @@ class ArrayBatches:
         """Return a dataset of batches whose rows are assigned to devices by their token counts."""
 
         def take_assigned(epoch: Any, start: Any, stop: Any) -> AssignedArrays:
-            places = self._places(epoch, start, stop)
+            places = self._find_rows(epoch, start, stop)
             order, edges, longest = assign_arrays(assigner, tf.gather(tokens, places))
             return AssignedArrays(_gather(self._tensors, tf.gather(places, order)), edges, longest)
 
@@ -297,12 +299,10 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset with an (epoch number, step) pair for each step of an epoch.
+        """Return a dataset with a pair (epoch number, step) for each step of an epoch.
 
-        The epoch number is random, and determines the order of the epoch's rows.
+        The epoch number is random, is the same in all steps, and determines the order of the rows.
         """
-        # The random number determines the order of the epoch's rows, and is the same in all its
-        # steps.
         steps = tf.data.Dataset.range(self.steps)
         # each iteration over the dataset yields another epoch
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)
@@ -314,12 +314,13 @@ class ArrayBatches:
     def _take(self, tensors: Any, epoch: Any, start: Any, stop: Any) -> Any:
         if not self._shuffle and self.rows == self._length:
             return keras.tree.map_structure(lambda tensor: tensor[start:stop], tensors)
-        return _gather(tensors, self._places(epoch, start, stop))
+        return _gather(tensors, self._find_rows(epoch, start, stop))
 
-    def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return the array indices of rows `start` to `stop` in the order of an epoch."""
-        # The rows are at the places `start` to `stop` in the epoch's order. `epoch` is the epoch's
-        # random number, which determines that order.
+    def _find_rows(self, epoch: Any, start: Any, stop: Any) -> Any:
+        """Return the array indices of rows `start` to `stop` in the order of an epoch.
+
+        `epoch` is the epoch's random number, which determines the order.
+        """
         places = tf.range(start, stop)
         if self._shuffle:
             key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
@@ -332,19 +333,19 @@ def pack_arrays(
 ) -> tuple[Any, ...]:
     """Return `(x, y, weight)` without the items that are None.
 
-    `class_weight` gives each row the weight of its label. Raises RequestError if sample weights are
-    given without `y` or together with `class_weight`.
+    With `class_weight`, the sample weights are the entries of the rows' labels in it. Raises
+    RequestError if sample weights are given without `y` or together with `class_weight`.
     """
-    weight = _fold_weights(y, weight, class_weight)
+    weight = _apply_class_weight(y, weight, class_weight)
     if y is None and weight is not None:
         raise RequestError("Sample weights are given without y.", "Give y too.")
     return tuple(each for each in (x, y, weight) if each is not None)
 
 
 def array_rows(data: Any) -> int:
-    """Return the number of rows that all arrays have.
+    """Return the number of rows of the arrays, which has to be the same for all.
 
-    Raises RequestError if their row counts differ, or are 0.
+    Raises RequestError if the arrays differ in their row count, or have no rows.
     """
     shapes = [array.shape for array in keras.tree.flatten(data) if array is not None]
     if not all(shapes):
@@ -363,25 +364,25 @@ def array_rows(data: Any) -> int:
 
 
 def are_arrays(x: Any) -> bool:
-    """Return whether `x` consists of arrays or tensors."""
+    """Return whether `x` consists of arrays or tensors only."""
     if isinstance(x, tf.data.Dataset):
         return False
     return all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in tf.nest.flatten(x))
 
 
-def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """Return sample weights: those given, or each label's entry in `class_weight`.
+def _apply_class_weight(
+    y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None
+) -> Any:
+    """Return `sample_weight` or, with `class_weight`, each label's entry in it.
 
     Raises RequestError if both are given.
     """
-    # Without `class_weight`, they are returned unchanged.
     if class_weight is None:
         return sample_weight
     if sample_weight is not None:
         raise RequestError("Both class_weight and sample_weight are given.", "Give one of them.")
     labels = np.asarray(y)
     if labels.ndim > 1 and labels.shape[-1] > 1:
-        # one-hot labels
         labels = labels.argmax(-1)
     labels = labels.reshape(len(labels), -1)
     if labels.shape[1] != 1:
@@ -393,9 +394,10 @@ def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] 
 
 
 def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
-    """Batch a dataset by `size`, unless it gives batches already.
+    """Divide a dataset into batches of `size`, unless it yields batches already.
 
-    Raises RequestError if it gives samples and `size` is None.
+    Raises RequestError if it yields samples and `size` is None. `inputs` are the model's inputs, or
+    None if unknown.
     """
     if gives_batches(dataset, inputs) is not False:
         return dataset
@@ -407,9 +409,10 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
 
 
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
-    """Return whether a dataset yields batches rather than samples; None if its spec is unclear.
+    """Return whether a dataset yields batches rather than samples.
 
-    `inputs` are the model's inputs, or None if unknown.
+    The result is None if its spec doesn't show this. `inputs` are the model's inputs, or None if
+    unknown.
     """
     spec = dataset.element_spec
     if isinstance(spec, AssignedArrays):
@@ -422,12 +425,14 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
     x = shapes[: len(tf.nest.flatten(spec[0] if type(spec) is tuple else spec))]
     if inputs and len(x) == len(inputs):
         return not _are_samples(x, inputs)
-    return _lead_batches(shapes)
+    return _have_batch_axis(shapes)
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Return whether tensors with the shapes `x` are single samples of the model's inputs."""
-    # A sample has each input's shape without the batch axis.
+    """Return whether tensors with the shapes `x` are single samples of the model's inputs.
+
+    A sample has each input's shape without the batch axis.
+    """
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):
         return False
@@ -436,8 +441,8 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
     return open_inputs or any(shape[0] is not None for shape in x)
 
 
-def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """Return whether the shapes' first axes look like a batch axis; None if that is unclear."""
+def _have_batch_axis(shapes: Sequence[Any]) -> bool | None:
+    """Return whether the first axes of the shapes look like a batch axis; None if unclear."""
     leading = {shape[0] for shape in shapes}
     # in batches, the first axis of every shape has an unknown length
     if leading == {None}:
@@ -449,7 +454,7 @@ def _lead_batches(shapes: Sequence[Any]) -> bool | None:
 
 
 def batch_rows(dataset: Any) -> int | None:
-    """Return the dataset's batch size, or None if it can't be found."""
+    """Return the dataset's batch size, or None if it can't be found out."""
     shape = getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", None)
     if shape is not None and shape.rank and shape[0] is not None:
         return int(shape[0])
@@ -462,27 +467,27 @@ def batch_rows(dataset: Any) -> int | None:
     return None
 
 
-def is_plain(chosen: dict[str, Any], model: Any) -> bool:
+def is_plain(fit_arguments: dict[str, Any], model: Any) -> bool:
     """Return whether evener can make the batches for `fit` itself.
 
-    It can if the data are plain arrays, every epoch uses all rows, and Keras runs one step per
-    call.
+    This requires that the data are plain arrays, every epoch uses all rows, and Keras runs one step
+    per call.
     """
-    # `chosen` has the arguments of `fit`.
     return (
-        _are_dense_arrays(chosen)
-        and not _weighs_nested_targets(chosen)
-        and _trains_whole_epochs(chosen)
-        and isinstance(chosen["shuffle"], bool)
+        _are_dense_arrays(fit_arguments)
+        and not _weighs_nested_targets(fit_arguments)
+        and _trains_whole_epochs(fit_arguments)
+        and isinstance(fit_arguments["shuffle"], bool)
         and model.steps_per_execution == 1
     )
 
 
-def _are_dense_arrays(chosen: dict[str, Any]) -> bool:
+def _are_dense_arrays(fit_arguments: dict[str, Any]) -> bool:
     """Return whether inputs, labels and weights are dense arrays."""
-    # The data are the inputs, the targets and the sample weights, if any.
     # not ragged or sparse tensors, datasets, generators, or arrays of Python objects
-    given = tf.nest.flatten([chosen["x"], chosen["y"], chosen["sample_weight"]])
+    given = tf.nest.flatten(
+        [fit_arguments["x"], fit_arguments["y"], fit_arguments["sample_weight"]]
+    )
     leaves = [leaf for leaf in given if leaf is not None]
     return all(_is_dense_array(leaf) for leaf in leaves)
 
@@ -491,39 +496,40 @@ def _is_dense_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | tf.Tensor) and leaf.dtype != object
 
 
-def _weighs_nested_targets(chosen: dict[str, Any]) -> bool:
-    """Return whether the user gives weights together with labels in a nested structure."""
-    # These are weights for samples or classes.
-    is_weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
-    return is_weighted and tf.nest.is_nested(chosen["y"])
+def _weighs_nested_targets(fit_arguments: dict[str, Any]) -> bool:
+    """Return whether there are sample or class weights, and the labels are a nested structure."""
+    is_weighted = (
+        fit_arguments["sample_weight"] is not None or fit_arguments["class_weight"] is not None
+    )
+    return is_weighted and tf.nest.is_nested(fit_arguments["y"])
 
 
-def _trains_whole_epochs(chosen: dict[str, Any]) -> bool:
+def _trains_whole_epochs(fit_arguments: dict[str, Any]) -> bool:
     """Return whether every epoch of `fit` uses all rows of the arrays."""
-    return not chosen["validation_split"] and chosen["steps_per_epoch"] is None
+    return not fit_arguments["validation_split"] and fit_arguments["steps_per_epoch"] is None
 
 
-def split_for_validation(chosen: dict[str, Any]) -> None:
+def split_for_validation(fit_arguments: dict[str, Any]) -> None:
     """Carry out `validation_split`: move the last rows to `validation_data`, in place.
 
-    `chosen` has the arguments of `fit`. Raises RequestError if no rows would be left to train on or
-    to validate. `validation_data` has priority if it is given.
+    `fit_arguments` has the arguments of `fit`. An argument `validation_data` has priority over the
+    split. Raises RequestError if no rows would be left to train on or to validate.
     """
-    part = chosen["validation_split"]
-    chosen["validation_split"] = 0.0
-    if chosen["validation_data"] is not None:
+    part = fit_arguments["validation_split"]
+    fit_arguments["validation_split"] = 0.0
+    if fit_arguments["validation_data"] is not None:
         return
     names = ("x", "y", "sample_weight")
-    rows = array_rows([chosen[name] for name in names])
+    rows = array_rows([fit_arguments[name] for name in names])
     first = math.floor(rows * (1.0 - part))
     if first in (0, rows):
         raise RequestError(
             f"validation_split={part} of {rows} rows leaves none to train on, or to validate.",
             "Give another part.",
         )
-    held = [_cut_arrays(chosen[name], slice(first, None)) for name in names]
-    chosen["validation_data"] = tuple(each for each in held if each is not None)
-    chosen |= {name: _cut_arrays(chosen[name], slice(first)) for name in names}
+    held = [_cut_arrays(fit_arguments[name], slice(first, None)) for name in names]
+    fit_arguments["validation_data"] = tuple(each for each in held if each is not None)
+    fit_arguments |= {name: _cut_arrays(fit_arguments[name], slice(first)) for name in names}
 
 
 def _cut_arrays(arrays: Any, rows: slice) -> Any:
@@ -535,14 +541,14 @@ def _gather(tensors: Any, places: Any) -> Any:
 
 
 def _to_tensor(array: Any) -> Any:
-    """Return the array as a tensor on the CPU, floats in Keras' default type."""
+    """Return the array as a tensor on the CPU; floats get Keras' default dtype."""
     with tf.device("CPU:0"):
         tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
         return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
 
 
 def _own_threads(count: int) -> Any:
-    """Return options that give a dataset its own pool of `count` threads."""
+    """Return dataset options by which a dataset uses its own pool of `count` threads."""
     # in TensorFlow's shared pool, a waiting collective or the training could delay a batch
     options = tf.data.Options()
     options.threading.private_threadpool_size = count

@@ -27,7 +27,7 @@ KERAS = f"{Path(keras.__file__).parent}/src/"
 # called by users and by Keras
 CALLED = tuple(f"{KERAS}{each}/" for each in ("ops", "backend", "utils"))
 
-# left minus right sides of comparisons, by place: a line of user code, in the form of find_place
+# left minus right sides of comparisons, by line: a line of user code, in the form of find_line
 Margins = dict[str, list[Any]]
 
 
@@ -42,15 +42,16 @@ def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
             continue
         shape = operation.outputs[0].shape
         fixed = shape.is_fully_defined() and shape.num_elements() <= MOST_NUMBERS
-        place = find_place(operation) if fixed else ""
-        if place:
-            yield place, operation
+        line = find_line(operation) if fixed else ""
+        if line:
+            yield line, operation
 
 
-def find_place(operation: Any) -> str:
-    """Return the line of user code that made the operation, such as "train.py, line 12".
+def find_line(operation: Any) -> str:
+    """Return the line of user code that created the operation, such as "train.py, line 12".
 
-    Inside Keras' models, it is the operation's name; elsewhere in Keras or in evener, "".
+    Inside Keras' models, the result is the operation's name; elsewhere in Keras and in evener, it
+    is "".
     """
     for frame in reversed(operation.traceback):
         path = frame.filename
@@ -71,45 +72,48 @@ def read_margin(operation: Any) -> Any:
 
 
 class Shifts:
-    """Changes the results of comparisons in a traced step by adding to their left sides."""
+    """Changes the results of comparisons in a traced step by adding amounts to their left sides."""
 
     def __init__(self) -> None:
         self._amounts: dict[str, list[Any]] = {}
 
-    def insert(self, place: str, operation: Any) -> None:
-        """Insert an amount, at first 0, that is added to the left side of a comparison."""
+    def insert(self, line: str, operation: Any) -> None:
+        """Add an amount, which is 0 at first, to the left side of a comparison.
+
+        `line` is the line of the user's code with the comparison.
+        """
         left = operation.inputs[0]
         shape = operation.outputs[0].shape
-        amounts = self._amounts.setdefault(place, [])
+        amounts = self._amounts.setdefault(line, [])
         number = len(amounts)
         amounts.append(np.zeros(shape, left.dtype.as_numpy_dtype))
         amount = operation.graph.capture_call_time_value(
-            lambda: tf.constant(self._amounts[place][number]), tf.TensorSpec(shape, left.dtype)
+            lambda: tf.constant(self._amounts[line][number]), tf.TensorSpec(shape, left.dtype)
         )
         operation._update_input(0, left + amount)
 
-    def assign(self, place: str, amounts: Sequence[Any]) -> None:
-        """Set the amounts of the comparisons at `place`, a line of the user's code."""
-        pairs = zip(self._amounts[place], amounts, strict=True)
-        self._amounts[place] = [amount.astype(before.dtype) for before, amount in pairs]
+    def assign(self, line: str, amounts: Sequence[Any]) -> None:
+        """Set the amounts for the comparisons in `line`, a line of the user's code."""
+        pairs = zip(self._amounts[line], amounts, strict=True)
+        self._amounts[line] = [amount.astype(before.dtype) for before, amount in pairs]
 
     def clear(self) -> None:
-        """Set all amounts to 0, so that the comparisons have their own results again."""
+        """Set all amounts to 0, so that the comparisons have their original results again."""
         for every in self._amounts.values():
             every[:] = [np.zeros_like(each) for each in every]
 
 
-def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+def find_distances(whole: Margins, parts: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """Return how far the margins of a batch's parts are from those of the whole batch.
 
-    Margins are left minus right sides of comparisons. Only lines of code with a difference are
-    included.
+    Margins are left minus right sides of comparisons, by line of code. Only lines with a difference
+    are included.
     """
     found = {}
-    for place, margins in whole.items():
-        far = [_farthest(margin, others.get(place, ())) for margin in margins]
+    for line, margins in whole.items():
+        far = [_farthest(margin, parts.get(line, ())) for margin in margins]
         if any(np.any(each) for each in far):
-            found[place] = far
+            found[line] = far
     return found
 
 
@@ -121,13 +125,13 @@ def _farthest(margin: Any, others: Sequence[Any]) -> Any:
     return np.where(farthest > ROUNDING * (1 + np.abs(margin)), farthest, 0.0)
 
 
-def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[Any]]:
+def force_both_sides(margins: Sequence[Any], distances: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield amounts that make all comparisons true, then amounts that make them false.
 
-    `apart` has the distances from `find_apart`; a comparison with distance 0 isn't changed.
+    `distances` come from `find_distances`; a comparison with distance 0 isn't changed.
     """
     for side in (0.5, -0.5):
         yield [
             np.where(distance > 0, side * distance - margin, 0.0)
-            for margin, distance in zip(margins, apart, strict=True)
+            for margin, distance in zip(margins, distances, strict=True)
         ]

@@ -1,11 +1,11 @@
-"""The interface of an engine, a way to train a Keras model.
+"""The interface of an engine, which is a way to train a Keras model.
 
 - `Solo` trains on one device as Keras itself does.
 - `Towers` trains on several devices in one process.
 - `Workers` trains on one device in each of several processes.
 
-`FitHooks` puts an engine behind Keras' own `fit`. It gets three things from the engine: the steps,
-the form of the data and the wrappers of Keras' functions.
+`FitHooks` makes Keras' own `fit` use an engine. The engine provides the steps, decides in which
+form it needs the data, and wraps Keras' train and test functions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ Steps = Callable[[Any], Any]  # Keras' train or test function, called with an it
 
 
 class Engine(Protocol):
-    """Trains and evaluates a Keras model on one device, several devices or several processes."""
+    """Interface of an object that trains and evaluates a Keras model on some devices.
+
+    These are one device, several devices in one process, or one device in each of several
+    processes.
+    """
 
     name: str
     model: Any
@@ -60,19 +64,19 @@ class Engine(Protocol):
         """Evaluate a batch, in place of Keras' `test_step`, and return the logs."""
 
     def predict_step(self, data: Tensors) -> Tensors:
-        """Compute a batch, in place of Keras' `predict_step`, and return the outputs."""
+        """Compute the outputs of a batch, in place of Keras' `predict_step`, and return them."""
 
-    def judges_parts(self, training: bool) -> bool:
-        """Return whether losses are computed for parts of a batch, not for the batch as a whole.
+    def has_loss_per_part(self, training: bool) -> bool:
+        """Return whether losses are computed for parts of a batch instead of for the whole batch.
 
         `training` is False for an evaluation.
         """
 
-    def around_training(self, run: Steps) -> Steps:
-        """Wrap Keras' train function with the engine's work before and after its steps."""
+    def wrap_training(self, run: Steps) -> Steps:
+        """Wrap Keras' train function, so that the engine can act before and after its steps."""
 
-    def around_tests(self, run: Steps) -> Steps:
-        """Wrap Keras' test function with the engine's work before and after its steps."""
+    def wrap_tests(self, run: Steps) -> Steps:
+        """Wrap Keras' test function, so that the engine can act before and after its steps."""
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Return functions that replace methods of the model, by the methods' names."""
@@ -81,13 +85,17 @@ class Engine(Protocol):
         """Create the model's weights for inputs like `x`."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of global batches or, in a group, of this process's rows of them."""
+        """Return a dataset of global batches or, in a group, of this process's rows of them.
+
+        A group consists of several processes. The dataset never ends if it is `endless`, and
+        otherwise ends after one epoch.
+        """
 
     def draw_seed(self) -> int:
-        """Draw a random seed, the same in all processes."""
+        """Draw a random seed, which is the same in all processes."""
 
     def begin_fit(self, callbacks: Any) -> Any:
-        """Return the callbacks that `fit` uses in this process, given the user's."""
+        """Return the callbacks that `fit` uses in this process, given the user's callbacks."""
 
     def share_weights(self) -> None:
         """Copy the first process's weights to the other processes."""
@@ -123,26 +131,26 @@ class OneProcess:
         return nullcontext()
 
     def check_test_step(self) -> None:
-        """Do nothing: a single process can run any test step."""
+        """Do nothing, because a single process can run any test step."""
 
-    def judges_parts(self, training: bool) -> bool:
-        """Return whether losses are computed per part of a batch: in gradient accumulation."""
+    def has_loss_per_part(self, training: bool) -> bool:
+        """Return whether each part of a batch has its own loss, as in gradient accumulation."""
         return training and self.cut.in_passes
 
-    def around_training(self, run: Steps) -> Steps:
+    def wrap_training(self, run: Steps) -> Steps:
         """Return `run` unchanged."""
         return run
 
-    def around_tests(self, run: Steps) -> Steps:
+    def wrap_tests(self, run: Steps) -> Steps:
         """Return `run` unchanged."""
         return run
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """Return {}: nothing on the model is replaced."""
+        """Return an empty dict, because no method of the model is replaced."""
         return {}
 
     def build(self, x: Any) -> None:
-        """Do nothing: Keras builds the model itself."""
+        """Do nothing, because Keras builds the model itself."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
         """Return a dataset of global batches."""
@@ -157,16 +165,15 @@ class OneProcess:
         return callbacks
 
     def share_weights(self) -> None:
-        """Do nothing: there are no other processes."""
+        """Do nothing, because there are no other processes."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return (): one graph for all devices doesn't show their times."""
-        # a single graph doesn't show when each device computes or waits
+        """Return (), because one graph for all devices doesn't show their times."""
         return ()
 
 
 class Solo(OneProcess):
-    """Engine for one device, which runs Keras' own steps."""
+    """Engine for a single device, which runs Keras' own steps."""
 
     name = "solo"
     splits = False

@@ -1,4 +1,4 @@
-"""Makes dropout and other random layers draw equal numbers, to compare two steps."""
+"""Makes dropout and other random layers draw equal numbers, so that two steps can be compared."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", defau
 def equal_rows(model: Any) -> Iterator[None]:
     """Context manager in which random layers draw the same numbers for each row of a batch.
 
-    Meanwhile, batch normalization uses its moving averages.
+    In it, batch normalization uses its moving averages.
     """
     _replace_random_functions()
     token = rows_alike.set(True)
     try:
         with ExitStack() as still:
             for layer in list_normalizations(model, synchronized=None):
-                still.enter_context(replaced(layer, "call", _normalize_still(layer)))
+                still.enter_context(replaced(layer, "call", _normalize_by_averages(layer)))
             yield
     finally:
         rows_alike.reset(token)
 
 
-def _normalize_still(layer: Any) -> Callable[..., Any]:
+def _normalize_by_averages(layer: Any) -> Callable[..., Any]:
     """Return a normalization layer's `call` that uses the moving averages, as in inference."""
     normalize = layer.call
 
@@ -62,36 +62,38 @@ def _normalize_still(layer: Any) -> Callable[..., Any]:
 def _replace_random_functions() -> None:
     """Replace random functions of Keras and TensorFlow by versions that can draw equal numbers.
 
-    Outside of the context managers in this module, they work as before.
+    This happens once per process. Outside of the context managers in this module, the functions
+    work as before.
     """
-    # This happens once per process.
-    # neither library has a hook for this; outside `equal_rows` and `draws_alike`, the replaced
-    # functions work as before
+    # neither library has a hook for this
     drawn: Any = import_module("keras.src.backend.tensorflow.random")
     for name in DRAWN_BY_SHAPE:
         own = getattr(drawn, name)
-        setattr(drawn, name, _in_context(own, _draw_once(own), lambda: rows_alike.get()))
+        setattr(drawn, name, _replace_while(own, _draw_once(own), lambda: rows_alike.get()))
     dropout = drawn.dropout
-    drawn.dropout = _in_context(dropout, _drop_equally(dropout), lambda: rows_alike.get())
+    drawn.dropout = _replace_while(dropout, _drop_equally(dropout), lambda: rows_alike.get())
     draw_seed = drawn.draw_seed
     seed_alike = _take_seed(draw_seed)
-    drawn.draw_seed = _in_context(draw_seed, seed_alike, lambda: _kept_seeds.get() is not None)
+    drawn.draw_seed = _replace_while(draw_seed, seed_alike, lambda: _kept_seeds.get() is not None)
     for name, draw in DRAWN_BY_TENSORFLOW.items():
         own = getattr(tf.random, name)
-        setattr(tf.random, name, _in_context(own, _make_equal_draw(draw), lambda: are_alike.get()))
+        setattr(
+            tf.random, name, _replace_while(own, _make_equal_draw(draw), lambda: are_alike.get())
+        )
 
 
-def _in_context(
-    own: Callable[..., Any], alike: Callable[..., Any], asked: Callable[[], bool]
+def _replace_while(
+    original: Callable[..., Any], repeating: Callable[..., Any], is_active: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """Return a function that calls `alike` while `asked()` is True, and `own` otherwise.
+    """Return a function that calls `repeating` while `is_active()` is True, else `original`.
 
-    `own` is a library's random function; `alike` is evener's version, which repeats numbers.
+    `original` is a library's random function, and `repeating` is evener's version, which repeats
+    numbers.
     """
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def draw(*given: Any, **words: Any) -> Any:
-        return (alike if asked() else own)(*given, **words)
+        return (repeating if is_active() else original)(*given, **words)
 
     return draw
 
@@ -144,9 +146,10 @@ def _take_seed(draw_seed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_equal_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a random function that draws one row with a fixed seed and repeats it."""
-    # The result replaces a TensorFlow random function. `draw` is the stateless version of that
-    # function, which is called with a fixed seed.
+    """Return a replacement of a TensorFlow random function that repeats one row.
+
+    `draw` is the stateless version of that function, which is called with a fixed seed.
+    """
     once = _draw_once(lambda shape, *given, **words: draw(shape, SEED, *given, **words))
 
     def draw_alike(
@@ -160,7 +163,7 @@ def _make_equal_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Context manager that restores the states of Python's, NumPy's and TensorFlow's generators."""
+    """Context manager that restores the random generators of Python, NumPy and TensorFlow."""
     # TensorFlow has such a generator only if its seed was set
     drawing = getattr(context.context(), "_rng", random.Random())
     seeds = random.getstate(), np.random.get_state(), drawing.getstate()

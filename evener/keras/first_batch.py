@@ -1,4 +1,4 @@
-"""Looks at the first batch of an iterator; the training still gets that batch."""
+"""Looks at the first batch of an iterator, without taking it away from the training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
     The first batch is None if there is none, or if the elements aren't tensors. Up to `steps`
     batches are read ahead, as many as Keras takes in one call.
     """
-    # Keras runs that many steps in one call.
     if not isinstance(batches, tf.data.Iterator):
         seen = list(islice(batches, steps))
         return (seen or [None])[0], seen
@@ -31,12 +30,12 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
     seen = list(islice(batches, steps))
 
     with tf.device("CPU:0"):
-        again = iter(_dataset_of(seen, batches.element_spec))
+        again = iter(_make_dataset(seen, batches.element_spec))
     return (seen or [None])[0], again
 
 
-def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
-    """Return a dataset of batches already read, with the element spec of their iterator."""
+def _make_dataset(seen: list[Tensors], spec: Any) -> Any:
+    """Return a dataset of batches that were already read, with their iterator's element spec."""
     # axes of unknown length must stay unknown, because the step is traced with this spec
 
     def repeat() -> Iterator[Any]:
@@ -46,7 +45,7 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
         isinstance(leaf, tf.TensorSpec) and leaf.shape.rank is not None
         for leaf in tf.nest.flatten(spec)
     ):
-        other = tf.nest.map_structure(_other_size, spec, seen[0])
+        other = tf.nest.map_structure(_make_other_size, spec, seen[0])
         every = [tf.data.Dataset.from_tensors(each) for each in seen]
         joined = functools.reduce(
             lambda one, more: one.concatenate(more),
@@ -58,22 +57,23 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
     return tf.data.Dataset.from_generator(repeat, output_signature=spec)
 
 
-def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return zeros shaped like `tensor`, but longer or shorter along axes of unknown length."""
-    # Only the axes of unknown length differ. They therefore stay unknown in the element spec of a
-    # dataset with both tensors.
+def _make_other_size(spec: Any, tensor: Any) -> Any:
+    """Return zeros shaped like `tensor`, but longer or shorter along axes of unknown length.
+
+    A dataset with both tensors then has unknown lengths in its element spec too.
+    """
     sizes = zip(spec.shape, tensor.shape, strict=True)
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)
 
 
 def read_triple(batch: Tensors) -> Tensors:
-    """Return a batch's inputs, labels and weights as tensors; what is missing is None."""
+    """Return a batch's inputs, labels and weights as tensors, or None where they are missing."""
     data = batch.data if isinstance(batch, OwnRows | AssignedArrays) else batch
     return tf.nest.map_structure(_to_tensor, keras.utils.unpack_x_y_sample_weight(data))
 
 
 def _to_tensor(each: Any) -> Any:
-    """Return a tensor; None, sparse and ragged tensors stay as they are."""
+    """Return the value as a tensor; None, sparse and ragged tensors stay as they are."""
     if each is None or isinstance(each, tf.SparseTensor | tf.RaggedTensor):
         return each
     return tf.convert_to_tensor(each)

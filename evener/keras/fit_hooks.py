@@ -1,4 +1,4 @@
-"""Replaces methods of a user's Keras model so that `fit` and `evaluate` use evener's engine."""
+"""Replaces methods of a user's Keras model, so that `fit` and `evaluate` use evener's engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .data import (
 from .engine import Engine
 from .group import check_same_arrays
 from .keras_step import from_frame, warn_of_own_loop
-from .measure_kinds import measure_first
+from .measure_kinds import wrap_with_measurement
 from .own_train_step import OwnTrainStep
 from .step_times import StepTimes
 
@@ -41,9 +41,9 @@ ARRAYS = ("x", "y", "sample_weight")
 
 
 class FitHooks:
-    """Replacements for methods of one Keras model: its steps, `fit`, `evaluate` and saving.
+    """Replacements for the methods of one Keras model: its steps, `fit`, `evaluate` and saving.
 
-    During `fit`, `batch` is the row count of a step and `samples` the row count of an epoch; None
+    During `fit`, `batch` is the row count of a step, and `samples` that of an epoch. They are None
     if unknown.
     """
 
@@ -71,11 +71,11 @@ class FitHooks:
             self.audit = StepAudit(engine, self._plain, split.strict, self._pass_rows)
 
     def attach(self) -> None:
-        """Replace the model's methods, such as `fit` and `train_step`, by the methods here."""
+        """Replace the model's methods, such as `fit` and `train_step`."""
         model, engine = self.model, self.engine
         for name in ("train_step", "test_step", "predict_step"):
-            setattr(model, name, self._step_of(name))
-        model.train_step = self._noted(model.train_step)
+            setattr(model, name, self._make_step(name))
+        model.train_step = self._record_rows(model.train_step)
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
             setattr(model, name, functools.partial(self._make_function, name))
         for name, method in engine.methods().items():
@@ -84,42 +84,43 @@ class FitHooks:
         if engine.splits and model._call_has_training_arg:
             model.call = warn_of_own_loop(model)
         for name in ("save", "save_weights"):
-            setattr(model, name, self._timed("files", getattr(model, name)))
+            setattr(model, name, self._time_separately("files", getattr(model, name)))
         model.fit, model.evaluate = self._with_signature("fit"), self._with_signature("evaluate")
 
-    def _step_of(self, name: str) -> Any:
+    def _make_step(self, name: str) -> Any:
         """Return the function that replaces the model's method `name`, such as `train_step`.
 
-        A `train_step` of the user's class is run around the engine's step; other steps of the
-        user's class are kept.
+        If the user's class overrides `train_step`, the user's method runs with the engine's step as
+        its `super().train_step`. Other steps that it overrides are kept.
         """
-        # a user's `train_step` runs around the engine's step, other steps of the user run unchanged
         step = getattr(self.engine, name)
         if not (self.engine.splits and overrides(self.model, name)):
             return step
         if name == "train_step":
             return OwnTrainStep(self.model, step)
-        return functools.partial(self._own_step, name)
+        return functools.partial(self._run_own_step, name)
 
-    def _noted(self, step: Any) -> Any:
-        """Wrap a training step so that its graph records when a batch's rows are available."""
+    def _record_rows(self, step: Any) -> Any:
+        """Wrap a training step, so that its graph records when a batch's rows are available."""
         # XLA has no clock
 
         @functools.wraps(step)
         def note_and_train(data: Any) -> Any:
             if not self.model.jit_compile:
-                self.times.note_rows(data)
+                self.times.record_arrival(data)
             return step(data)
 
         return note_and_train
 
-    def _timed(self, name: str, method: Any) -> Any:
-        """Wrap a method, such as `save`, so that its duration doesn't count as part of a step."""
-        # otherwise the duration would count as time between two steps
+    def _time_separately(self, name: str, method: Any) -> Any:
+        """Wrap a method, such as `save`, so that its duration doesn't count as part of a step.
+
+        `name` is the activity as which the duration counts.
+        """
 
         @functools.wraps(method)
         def call(*given: Any, **words: Any) -> Any:
-            with self.times.apart(name):
+            with self.times.time_separately(name):
                 return method(*given, **words)
 
         return call
@@ -136,19 +137,17 @@ class FitHooks:
         method.hooks = self  # type: ignore[attr-defined]
         return method
 
-    def _own_step(self, name: str, data: Any) -> Any:
+    def _run_own_step(self, name: str, data: Any) -> Any:
         """Run the user's own test or predict step on the whole batch, on one device."""
-        # The device that holds the weights computes the step.
         with self.engine.scope():
             return getattr(type(self.model), name)(self.model, data)
 
     def _make_function(self, name: str, force: bool = False) -> Any:
-        """Replace Keras' `make_train_function` and its like: make the function, then wrap it.
+        """Replacement of Keras' `make_train_function` and similar methods that wraps the function.
 
-        Raises RequestError if the engine can't run the model.
+        `name` is the method. With `force`, an existing function is replaced. Raises RequestError if
+        the engine can't run the model.
         """
-        # `name` is Keras' method, such as "make_train_function". With `force`, an existing function
-        # is replaced.
         model = self.model
         if name == "make_train_function":
             self._prepare_training()
@@ -170,7 +169,6 @@ class FitHooks:
 
         At the start of `fit`, a callback copies the weights instead.
         """
-        # at the start of a `fit`, callbacks share the weights
         if self._pass_rows is not None:
             check_passes(self.model, self._pass_rows)
         self.engine.check_step()
@@ -179,27 +177,28 @@ class FitHooks:
         self._starts = False
 
     def _wrap_function(self, name: str, function: Any) -> Any:
-        """Wrap Keras' train, test or predict function with the engine's work, audits and timing."""
-        # `name` is the model's attribute for the train, test or predict function, such as
-        # "train_function".
+        """Wrap Keras' train, test or predict function with the engine's work, audits and timing.
+
+        `name` is the model's attribute for the function, such as "train_function".
+        """
         engine = self.engine
         training = name == "train_function"
         self._plain.clear(training)
         if training:
-            function = engine.around_training(function)
-            function = self.times.around_steps(function, lambda: self.model.steps_per_execution)
+            function = engine.wrap_training(function)
+            function = self.times.wrap_steps(function, lambda: self.model.steps_per_execution)
         if training and self.audit is not None:
-            self.audit.begin_anew()
-            function = self.audit.before_steps(function)
+            self.audit.forget_steps()
+            function = self.audit.wrap_training(function)
         tests = name == "test_function" and not overrides(self.model, "test_step")
         if tests:
-            function = engine.around_tests(function)
+            function = engine.wrap_tests(function)
         if tests and self.audit is not None:
-            function = self.audit.before_tests(function)
+            function = self.audit.wrap_tests(function)
         if engine.splits and (training or tests):
             audited = self.audit is not None
-            function = measure_first(engine, self._plain, training, audited, function)
-        return self.times.around_call(function) if training else function
+            function = wrap_with_measurement(engine, self._plain, training, audited, function)
+        return self.times.wrap_call(function) if training else function
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
         """Train as `Model.fit` does, with batches divided among devices.
@@ -208,18 +207,20 @@ class FitHooks:
         """
         self.engine.check_model()
         call = self._bind("fit", arguments, keywords)
-        chosen = call.arguments
-        self.engine.build(chosen["x"])
+        call_arguments = call.arguments
+        self.engine.build(call_arguments["x"])
         self.batch, self.samples, self._starts = None, None, True
         self.times.begin()
-        if are_arrays(chosen["x"]):
-            self._fit_arrays(chosen)
+        if are_arrays(call_arguments["x"]):
+            self._fit_arrays(call_arguments)
         else:
-            self._fit_dataset(chosen)
-        chosen["callbacks"] = self.engine.begin_fit(chosen["callbacks"])
+            self._fit_dataset(call_arguments)
+        call_arguments["callbacks"] = self.engine.begin_fit(call_arguments["callbacks"])
         if self.audit is not None:
             notes = EpochStartCallback(self.audit.begin_epoch)
-            chosen["callbacks"] = with_callback(chosen["callbacks"], notes, self.model)
+            call_arguments["callbacks"] = with_callback(
+                call_arguments["callbacks"], notes, self.model
+            )
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
@@ -229,31 +230,34 @@ class FitHooks:
         every device can evaluate in one pass.
         """
         call = self._bind("evaluate", arguments, keywords)
-        chosen = call.arguments
-        self.engine.build(chosen["x"])
-        size = chosen["batch_size"] or self._evaluated or self.split.global_batch
-        if isinstance(chosen["x"], tf.data.Dataset):
-            chosen["x"] = batch_samples(chosen["x"], size, _inputs(self.model))
-        elif are_arrays(chosen["x"]) and "_use_cached_eval_dataset" not in chosen.get("kwargs", {}):
+        call_arguments = call.arguments
+        self.engine.build(call_arguments["x"])
+        size = call_arguments["batch_size"] or self._evaluated or self.split.global_batch
+        if isinstance(call_arguments["x"], tf.data.Dataset):
+            call_arguments["x"] = batch_samples(call_arguments["x"], size, _inputs(self.model))
+        elif are_arrays(
+            call_arguments["x"]
+        ) and "_use_cached_eval_dataset" not in call_arguments.get("kwargs", {}):
             if self.group is None or not size:
-                chosen["batch_size"] = size
+                call_arguments["batch_size"] = size
             else:
-                chosen["x"], steps = self._in_order(pack_arrays(*map(chosen.get, ARRAYS)), size)
-                chosen |= {
+                call_arguments["x"], steps = self._in_order(
+                    pack_arrays(*map(call_arguments.get, ARRAYS)), size
+                )
+                call_arguments |= {
                     "y": None,
                     "sample_weight": None,
                     "batch_size": None,
-                    "steps": chosen["steps"] or steps,
+                    "steps": call_arguments["steps"] or steps,
                 }
-        with self.times.apart("validation"):
+        with self.times.time_separately("validation"):
             return type(self.model).evaluate(*call.args, **call.kwargs)
 
     def compile_config(self) -> Any:
-        """Return Keras' compile configuration, and warn if `clone_model` asks for it.
+        """Return Keras' compile configuration, and warn if `clone_model` calls this.
 
-        A clone would train on one device only.
+        The clone would train on one device only.
         """
-        # a clone isn't split
         if any(_is_clone_model(frame) for frame, _ in traceback.walk_stack(None)):
             self._warn_of_copy()
         return type(self.model).get_compile_config(self.model)
@@ -271,7 +275,7 @@ class FitHooks:
         )
 
     def _bind(self, name: str, arguments: Any, keywords: Any) -> inspect.BoundArguments:
-        """Bind a call's arguments to the signature of Keras' method, with defaults filled in."""
+        """Bind a call's arguments to the signature of Keras' method `name`, with its defaults."""
         call = inspect.signature(getattr(type(self.model), name)).bind(
             self.model, *arguments, **keywords
         )
@@ -284,25 +288,28 @@ class FitHooks:
             call.arguments["shuffle"] = False
         return call
 
-    def _fit_arrays(self, chosen: dict[str, Any]) -> None:
-        """Replace the arrays in the arguments of `fit` by a dataset of batches, in place."""
+    def _fit_arrays(self, call_arguments: dict[str, Any]) -> None:
+        """Replace arrays in the arguments of `fit` by a dataset of batches, in place."""
         # the dataset doesn't pause between epochs; data that only Keras can batch stay as they are
         self.batch = size = check_global_batch(
-            chosen["batch_size"] or self.split.global_batch or 32, len(self.split.devices)
+            call_arguments["batch_size"] or self.split.global_batch or 32, len(self.split.devices)
         )
         if size == self._plan_batch:
-            warn_small_data(array_rows(chosen["x"]), size)
+            warn_small_data(array_rows(call_arguments["x"]), size)
         self._note_batch(size)
-        if self.group is None and not is_plain(chosen, self.model):
-            chosen["batch_size"] = size
+        if self.group is None and not is_plain(call_arguments, self.model):
+            call_arguments["batch_size"] = size
             return
-        if chosen["validation_split"]:
-            split_for_validation(chosen)
+        if call_arguments["validation_split"]:
+            split_for_validation(call_arguments)
         data = pack_arrays(
-            chosen["x"], chosen["y"], chosen["sample_weight"], chosen["class_weight"]
+            call_arguments["x"],
+            call_arguments["y"],
+            call_arguments["sample_weight"],
+            call_arguments["class_weight"],
         )
-        arrays = ArrayBatches(data, size, bool(chosen["shuffle"]), self.engine.draw_seed())
-        chosen |= {
+        arrays = ArrayBatches(data, size, bool(call_arguments["shuffle"]), self.engine.draw_seed())
+        call_arguments |= {
             "y": None,
             "sample_weight": None,
             "class_weight": None,
@@ -313,59 +320,64 @@ class FitHooks:
             self.group,
             data,
             size,
-            [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")],
+            [call_arguments[name] for name in ("epochs", "steps_per_epoch", "shuffle")],
         )
-        steps = chosen["steps_per_epoch"]
+        steps = call_arguments["steps_per_epoch"]
         # an execution of several steps must end with an epoch, so the dataset must end there
         ends = self.model.steps_per_execution > 1
         endless = self.group is None or (steps is None and not ends)
         if not ends:
-            chosen["steps_per_epoch"] = steps or arrays.steps
+            call_arguments["steps_per_epoch"] = steps or arrays.steps
         self.samples = arrays.rows if steps in (None, arrays.steps) else None
-        chosen["x"] = self.engine.batches(arrays, endless)
-        self._prepare_validation(chosen, size)
+        call_arguments["x"] = self.engine.batches(arrays, endless)
+        self._prepare_validation(call_arguments, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
-        """Return a dataset of unshuffled batches, and their number."""
+        """Return a dataset of batches in the order of the data, and the number of batches."""
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
         return self.engine.batches(arrays, endless=False), arrays.steps
 
-    def _fit_dataset(self, chosen: dict[str, Any]) -> None:
+    def _fit_dataset(self, call_arguments: dict[str, Any]) -> None:
         """Batch the dataset in the arguments of `fit`, and check it, in place.
 
         Raises RequestError for a generator if there are several processes.
         """
-        # `chosen` has the arguments of `fit`, which are changed.
-        data, name = chosen["x"], self.split.engine
+        # `call_arguments` has the arguments of `fit`, which are changed.
+        data, name = call_arguments["x"], self.split.engine
         if isinstance(data, tf.data.Dataset):
-            size = chosen["batch_size"] or self.split.global_batch
-            chosen |= {"x": batch_samples(data, size, _inputs(self.model)), "batch_size": None}
+            size = call_arguments["batch_size"] or self.split.global_batch
+            call_arguments |= {
+                "x": batch_samples(data, size, _inputs(self.model)),
+                "batch_size": None,
+            }
             if isinstance(data.element_spec, AssignedArrays):
                 check_padding(self.model, next(iter(data)))
-            self._note_batch(batch_rows(chosen["x"]))
+            self._note_batch(batch_rows(call_arguments["x"]))
         elif self.group is not None:
             raise RequestError(
                 f"engine={name!r} can't fit a generator.", "Give arrays, or split.data(...)."
             )
-        self._prepare_validation(chosen, self.split.global_batch)
+        self._prepare_validation(call_arguments, self.split.global_batch)
 
-    def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
-        """Batch the validation data in the arguments of `fit`, in place."""
-        # `chosen` has the arguments of `fit`, which are changed. `size` is the default batch size
-        # for a split without passes. An argument `validation_batch_size` takes precedence.
-        data = chosen["validation_data"]
+    def _prepare_validation(self, call_arguments: dict[str, Any], size: int | None) -> None:
+        """Batch the validation data in the arguments of `fit`, in place.
+
+        `size` is the default batch size for a split without passes. An argument
+        `validation_batch_size` takes precedence.
+        """
+        data = call_arguments["validation_data"]
         if data is None:
             return
-        size = chosen["validation_batch_size"] or self._evaluated or size or 32
+        size = call_arguments["validation_batch_size"] or self._evaluated or size or 32
         arrays = isinstance(data, tuple | list)
-        chosen["validation_batch_size"] = size if arrays else None
+        call_arguments["validation_batch_size"] = size if arrays else None
         if isinstance(data, tf.data.Dataset):
-            chosen["validation_data"] = batch_samples(data, size, _inputs(self.model))
+            call_arguments["validation_data"] = batch_samples(data, size, _inputs(self.model))
         elif arrays and self.group is not None:
-            chosen["validation_data"], steps = self._in_order(pack_arrays(*data), size)
-            chosen |= {
-                "validation_steps": chosen["validation_steps"] or steps,
+            call_arguments["validation_data"], steps = self._in_order(pack_arrays(*data), size)
+            call_arguments |= {
+                "validation_steps": call_arguments["validation_steps"] or steps,
                 "validation_batch_size": None,
             }
 
@@ -380,12 +392,14 @@ class FitHooks:
 
 
 def _is_clone_model(frame: Any) -> bool:
-    """Return whether the frame runs Keras' `clone_model`."""
-    # A user's function may have the same name.
+    """Return whether the stack frame runs Keras' own `clone_model`.
+
+    A user's function may have the same name.
+    """
     module = str(frame.f_globals.get("__name__", ""))
     return bool(frame.f_code.co_name == "clone_model" and module.startswith("keras."))
 
 
 def _inputs(model: Any) -> Any:
-    """Return the model's inputs, or None before it is built."""
+    """Return the model's inputs, or None before the model is built."""
     return getattr(model, "inputs", None) if model.built else None

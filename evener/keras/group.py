@@ -1,4 +1,4 @@
-"""The processes that train one Keras model together, and all-reduces between them."""
+"""The processes that train one Keras model together, and sums over them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGEST_KEY = (1 << 31) - 1
 class Group:
     """The processes that train together under `MultiWorkerMirroredStrategy`, one device each.
 
-    `peers` are the addresses of all processes, and `rank` is the index of this one. Create it
+    `peers` are the addresses of all processes, and `rank` is the index of this process. Create it
     before TensorFlow's first operation. Raises RequestError unless there are as many devices as
     processes.
     """
@@ -63,12 +63,12 @@ class Group:
             lambda tensors: self.sum(tensors), autograph=False, reduce_retracing=True
         )
 
-    def sum(self, tensors: Sequence[Any], apart: int = 0) -> list[Any]:
-        """Return each tensor's sum over all processes, by as few all-reduces as possible.
+    def sum(self, tensors: Sequence[Any], separate: int = 0) -> list[Any]:
+        """Return each tensor's sum over all processes, in as few all-reduces as possible.
 
-        Every process has to call this, with tensors of the same shapes. List tensors in the order
-        in which they are computed. The last `apart` tensors are summed in an all-reduce of their
-        own, so that no other sum waits for them.
+        List tensors in the order in which they are computed. The last `separate` tensors are summed
+        in an all-reduce of their own, so that no other sum waits for them. Every process has to
+        call this, with tensors of the same shapes.
         """
         if tf.executing_eagerly():
             return self.sum_now(tensors)
@@ -78,7 +78,7 @@ class Group:
         ]
         sizes = [(tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors]
         kinds = [tensor.dtype for tensor in tensors]
-        for places in divide_sums(list(zip(sizes, kinds, strict=True)), apart):
+        for places in divide_sums(list(zip(sizes, kinds, strict=True)), separate):
             with tf.device(self.device):
                 total = self._all_reduce(
                     tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0)
@@ -121,7 +121,7 @@ class Group:
             variable.assign(value)
 
     def share_text(self, text: bytes, rank: int) -> bytes:
-        """Return the bytes that process `rank` passes as `text`, on every process.
+        """Return on every process the bytes that process `rank` passes as `text`.
 
         Every process has to call this.
         """
@@ -141,9 +141,9 @@ class Group:
 
 
 def group_from_environment() -> Group | None:
-    """Return the group of processes in the variable TF_CONFIG, or None for a single process.
+    """Return the group of processes that TF_CONFIG describes, or None for a single process.
 
-    Raises RequestError if the variable can't be parsed.
+    TF_CONFIG is an environment variable. Raises RequestError if it can't be parsed.
     """
     text = os.environ.get("TF_CONFIG", "")
     if not text:
@@ -165,11 +165,10 @@ def _join_group(peers: tuple[str, ...], rank: int) -> Group:
 
 
 def _read_cluster(config: Any) -> tuple[list[str], int]:
-    """Return the addresses of all processes and this process's rank.
+    """Return the addresses of all processes, and this process's rank.
 
-    Raises RequestError if this process isn't in the cluster.
+    `config` is the content of TF_CONFIG. Raises RequestError if this process isn't in the cluster.
     """
-    # `config` is the content of TF_CONFIG.
     # the chief comes first, as in TensorFlow
     cluster, task = config.get("cluster", {}), config.get("task", {})
     chiefs, workers = list(cluster.get("chief", [])), list(cluster.get("worker", []))
@@ -188,7 +187,7 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
     """Return for each process, by rank, the index of its share in the plan's active shares.
 
-    Processes are matched by device and host; if none matches, rank 0 gets the first share, and so
+    Processes are matched by device and host. If none matches, rank 0 gets the first share, and so
     on. Every process has to call this. Raises PlanError if a share has no process or several.
     """
     host = find_host(share.host for share in active)
@@ -206,7 +205,7 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
 
 
 def check_options(options: Mapping[str, bool], group: Group) -> None:
-    """Raise RequestError if processes were given different options.
+    """Raise RequestError if the processes have different options.
 
     Every process has to call this.
     """
@@ -231,14 +230,14 @@ FEW = 64  # maximum number of elements per row; with larger rows, each step hash
 MOST = 251  # number of different digests; every float type represents them exactly
 
 
-def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
-    """Return a hash of the tensors as an integer below `most`."""
+def digest(leaves: Sequence[Any], limit: int = MOST) -> Any:
+    """Return a hash of the tensors, as an integer below `limit`."""
     parts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
-    return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), most)
+    return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), limit)
 
 
 class BatchDigests(NamedTuple):
-    """Hashes of a batch, which processes compare to check that they have the same data."""
+    """Hashes of a batch, by which processes check that they have the same data."""
 
     labels: Any  # digest of the labels, or of the inputs if there are no labels
     inputs: Any  # digest of the inputs, which every process may augment at random
@@ -246,7 +245,7 @@ class BatchDigests(NamedTuple):
 
 
 def digest_batch(data: Any) -> BatchDigests:
-    """Return the hashes of a batch's labels and inputs."""
+    """Return hashes of a batch's labels and inputs."""
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     with tf.device("CPU:0"):
         inputs = _digest_rows(x)
@@ -271,10 +270,10 @@ def _leaves(data: Any) -> list[Any]:
 
 
 def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any]) -> None:
-    """Raise RequestError if the processes were given different data or settings for `fit`.
+    """Raise RequestError if the processes have different data or settings for `fit`.
 
-    First rows, row counts and settings are compared. Every process has to call this; without a
-    group (None), nothing is checked.
+    The rows of the first batch (`size` rows), row counts and settings are compared. Every process
+    has to call this. Without a group (None), nothing is checked.
     """
     if group is None:
         return
@@ -286,11 +285,14 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
         1 << 20,
     )
     (found,) = group.sum_now([tf.one_hot(group.rank, group.size, tf.cast(own, tf.float32), 0.0)])
-    refuse_other(int(tf.argmax(tf.cast(found != found[0], tf.int32))))
+    refuse_other_data(int(tf.argmax(tf.cast(found != found[0], tf.int32))))
 
 
-def refuse_other(rank: int) -> None:
-    """Raise RequestError because process `rank` has other data than process 0; 0 raises nothing."""
+def refuse_other_data(rank: int) -> None:
+    """Raise RequestError because process `rank` has other data than process 0.
+
+    If `rank` is 0, nothing is raised.
+    """
     if rank:
         raise RequestError(
             f"Rank {rank} has other rows in a batch than rank 0, or batches them otherwise.",

@@ -1,9 +1,9 @@
-"""Stop all processes of a group when one fails, and report why.
+"""Stops all processes of a group when one fails, and reports why.
 
-Otherwise, the others would wait for the failed process in collectives forever. The process that
-fails notifies them through TensorFlow's coordination service. If only some fail, the collectives of
-the others are aborted with the error's text. If all fail, for example because a model is refused,
-each raises its own error, and the group stays usable.
+Otherwise, the other processes would wait for the failed one in collectives forever. The process
+that fails notifies them through TensorFlow's coordination service. If only some processes fail, the
+collectives of the others are aborted with the error's text. If all fail, for example because a
+model is refused, each raises its own error, and the group stays usable.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class GroupFailures:
         self._inside = False
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Context manager that reports an exception to the other processes.
+    def reporting(self) -> Iterator[None]:
+        """Context manager that reports an exception in it to the other processes.
 
-        Raises DeviceError with the other process's message if that one failed first. A nested
+        Raises DeviceError with another process's message if that process failed first. A nested
         context does nothing.
         """
         if self._inside:
@@ -50,12 +50,12 @@ class GroupFailures:
             text = read_failure(error)
             if text:
                 raise DeviceError(text, "Look at the end of that rank's output.") from None
-            self._tell(error)
+            self._notify_others(error)
             raise
         finally:
             self._inside = False
 
-    def _tell(self, error: Exception) -> None:
+    def _notify_others(self, error: Exception) -> None:
         """Send this process's error to the other processes, unless all have failed."""
         self._count += 1
         service = context.context()
@@ -87,7 +87,7 @@ class GroupFailures:
 
 
 def read_failure(error: BaseException) -> str:
-    """Return the message about another process's failure that an error carries, or ""."""
+    """Return the message about another process's failure that an error contains, or ""."""
     if not isinstance(error, tf.errors.OpError):
         return ""
     _, mark, rest = str(error).partition(MARK)

@@ -1,4 +1,4 @@
-"""Temporary replacement of attributes on a single object.
+"""Temporarily replaces attributes of a single object.
 
 Classes stay as they are, so models in other threads aren't affected.
 """

@@ -1,4 +1,4 @@
-"""Parts of a training step that evener's engines share: rows, model calls, losses and gradients."""
+"""Parts of a training step that all engines share: rows, model calls, losses and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tensorflow.python.framework.errors import InaccessibleTensorError
 
 from ..errors import RequestError
 from .compatibility import all_layers, check_assigned, warn
-from .part_kinds import PartKinds, main_part
+from .part_kinds import PartKinds, weigh_part
 
 Tensors = Any  # nested tensors, as Keras passes them to a train step
 
@@ -22,7 +22,7 @@ Tensors = Any  # nested tensors, as Keras passes them to a train step
 class OwnRows(NamedTuple):
     """The rows of a global batch that this process computes.
 
-    A process without rows has one filler row; `size` is then 0.
+    A process without rows has one filler row, and `size` is 0.
     """
 
     data: Tensors
@@ -51,7 +51,8 @@ def count_rows(data: Tensors) -> Any:
 def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
     """Return rows `start` to `stop` of nested tensors.
 
-    An empty range gives one row, a filler row, because TensorFlow can abort without rows.
+    For an empty range, the result is one row, a filler row, because TensorFlow can abort without
+    rows.
     """
     start, stop = widen_if_empty(start, stop)
     return _map(lambda tensor: _cut(tensor, start, stop), data)
@@ -59,7 +60,6 @@ def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
 
 def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
     """Return the row range unchanged, or (0, 1) if it is empty."""
-    # TensorFlow can abort on a replica without rows
     is_empty = stop <= start
     return tf.where(is_empty, tf.zeros_like(start), start), tf.where(
         is_empty, tf.ones_like(stop), stop
@@ -67,7 +67,7 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 
 
 def open_rows(leaf: Any) -> Any:
-    """Return the tensor's spec with the number of rows left open."""
+    """Return the spec of a tensor, in which the number of rows is left open."""
     if leaf is None:
         return None
     shape = [None, *leaf.shape[1:]] if len(leaf.shape) else []
@@ -80,29 +80,29 @@ def open_rows(leaf: Any) -> Any:
 
 
 def take_rows(data: Tensors, rows: Any) -> Tensors:
-    """Return the first `rows` rows of nested tensors, with the masks and logits Keras attached.
+    """Return the first `rows` rows of nested tensors, with the masks and logits of Keras.
 
     Raises RequestError for a scalar.
     """
     return _map(
-        lambda tensor: _with_marks(_take(tensor, rows), [tensor], lambda marks: marks[0][:rows]),
+        lambda tensor: _attach_masks(_take(tensor, rows), [tensor], lambda marks: marks[0][:rows]),
         data,
     )
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """Return a tensor of `rows` rows: the given rows from row `start` on, and zeros elsewhere.
+    """Return a tensor with `rows` rows: the given ones from row `start` on, and zeros elsewhere.
 
-    Summing such tensors of all processes joins their rows.
+    The sum of such tensors over all processes has the rows of all.
     """
     after = rows - start - tf.shape(tensor, tf.int64)[0]
     return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
 
 
 def join_rows(parts: Sequence[Tensors]) -> Tensors:
-    """Concatenate tensors along their rows, with the masks and logits Keras attached to them."""
+    """Concatenate tensors along their rows, with the masks and logits that Keras has attached."""
     return keras.tree.map_structure(
-        lambda *tensors: _with_marks(
+        lambda *tensors: _attach_masks(
             tf.concat(tensors, 0), tensors, lambda marks: tf.concat(marks, 0)
         ),
         *parts,
@@ -134,12 +134,12 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
     )
 
 
-def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
-    """Attach to a tensor the masks and logits of the tensors that it was made from.
+def _attach_masks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
+    """Attach the masks and logits of `sources` to `result`, which was computed from them.
 
-    `combine` makes one mask of all their masks, and one tensor of their logits.
+    `combine` makes one mask from all their masks, and one tensor from their logits. Masks are
+    attached only if all sources have one; the same is true for logits.
     """
-    # Masks are attached only if all sources have one. The same is true for logits.
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
         result._keras_mask = combine(masks)
@@ -164,8 +164,8 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 
 @contextmanager
-def calls_of_steps() -> Iterator[None]:
-    """Context manager for an engine's own calls of the model; `warn_of_own_loop` ignores them."""
+def engine_calls() -> Iterator[None]:
+    """Context manager for the engine's own calls of the model; `warn_of_own_loop` ignores them."""
     token = in_step.set(True)
     try:
         yield
@@ -175,7 +175,6 @@ def calls_of_steps() -> Iterator[None]:
 
 def build_model(model: Any, x: Tensors) -> None:
     """Create the weights that the model hasn't created yet, by calling it on a row of `x`."""
-    # A model without a known input shape creates its weights from its first batch.
     if not all(layer.built for layer in (model, *all_layers(model))):
         call_once(model, x)
 
@@ -191,15 +190,15 @@ def call_once(model: Any, x: Tensors) -> Tensors:
 
 
 def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
-    """Call the model as Keras' steps do."""
-    with calls_of_steps():
+    """Call the model in the same way as Keras' steps."""
+    with engine_calls():
         return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:
     """Return a replacement of the model's `call` that warns about training outside of `fit`.
 
-    In the user's own loop, one device computes the whole batch.
+    There, in the user's own loop, one device computes the whole batch.
     """
     own = type(model).call
 
@@ -217,10 +216,10 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 
 
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
-    """Keras scope in which the model's call uses copies of its weights.
+    """Keras scope in which a call of the model uses copies of its weights.
 
-    `states` are pairs of a non-trainable variable and its value. Values that the call assigns stay
-    in the scope.
+    `states` are pairs of a non-trainable variable and its value. Values that the call assigns to
+    variables are kept in the scope.
     """
 
     def __init__(
@@ -245,7 +244,7 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
         check_assigned([each for each, copy in pairs if self.get_current_value(each) is not copy])
 
     def assign_others(self) -> None:
-        """Assign the variables that the call has set and that aren't among the scope's `states`."""
+        """Assign the values that the call has set for variables that aren't in `states`."""
         for key, variable in self.others.items():
             variable.assign(self.state_mapping[key])
 
@@ -266,13 +265,13 @@ def call_on_copies(
 
 
 def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list[Any], list[Any]]:
-    """Call the model; return outputs, losses that layers added, and regularizers' losses."""
+    """Call the model; return its outputs, losses that layers add, and regularizers' losses."""
     outputs = call_model(model, x, training)
     return outputs, *split_losses(model, list(model.losses))
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Divide a model's extra losses into losses that layers add and losses of regularizers."""
+    """Divide a model's extra losses into those that layers add and those of regularizers."""
     # Keras lists the regularizers' losses last
     regularized = sum(
         getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights
@@ -281,7 +280,7 @@ def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any
     return list(losses[:end]), list(losses[end:])
 
 
-def loss_with(
+def compute_keras_loss(
     model: Any,
     added: Sequence[Any],
     x: Tensors,
@@ -315,39 +314,42 @@ def part_of_loss(
 ) -> Any:
     """Return how much some rows contribute to the loss of the whole batch.
 
+    - `kinds`: how the losses of parts combine.
     - `losses`: losses that layers added, then the regularizers' losses.
     - `batch`: (x, y, outputs, weight) of these rows.
     - `parts`: weights of `losses` and of the compiled loss. The first is the fraction of the
       batch's rows, the second the fraction of the tokens or other units that the loss is a mean
       over. Both are 0 for a filler row.
     """
-    own = own_loss(model, losses, batch, training)
+    own = compute_compiled_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)
     for place, loss in enumerate(losses):  # regularizers come last, and count by rows
         total += weigh_added(kinds.added_kind(place), loss, parts[0], own.dtype)
     return total
 
 
-def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool) -> Any:
-    """Return the compiled loss of some rows, without losses from layers and regularizers."""
+def compute_compiled_loss(
+    model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool
+) -> Any:
+    """Return the compiled loss of some rows, without the losses of layers and regularizers."""
     x, y, outputs, weight = batch
     nothing = [tf.zeros([], losses[0].dtype)] if losses else []
-    return loss_with(model, nothing, x, y, outputs, weight, training)
+    return compute_keras_loss(model, nothing, x, y, outputs, weight, training)
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return a layer's added loss for a part of the batch, weighted by the part's fraction.
+    """Return a loss that a layer adds for a part of the batch, weighted by the part's fraction.
 
     Losses of the kind "sum" aren't weighted.
     """
-    return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
+    return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(weigh_part(kind, part), dtype)
 
 
 def scale_loss(model: Any, loss: Any) -> Any:
-    """Scale the loss for mixed precision, lower than Keras does.
+    """Scale the loss for mixed precision, but less than Keras does.
 
-    Otherwise the gradients of several parts, added up, could overflow in float16. `apply_gradients`
-    makes up for it.
+    With Keras' scale, the sum of several parts' gradients could overflow in float16.
+    `apply_gradients` undoes the difference.
     """
     return model.optimizer.scale_loss(loss) / _headroom(model)
 
@@ -371,7 +373,7 @@ def _headroom(model: Any) -> float:
 
 
 def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Multiply a gradient by `headroom`, because `scale_loss` has divided the loss by it.
+    """Multiply a gradient by `headroom`, by which `scale_loss` has divided the loss.
 
     If `is_half`, elements that overflow in float16 become NaN.
     """
@@ -381,7 +383,6 @@ def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
         return tf.IndexedSlices(gradient.values * headroom, gradient.indices, gradient.dense_shape)
     gradient *= headroom
     return (
-        # elements that overflow in float16 become NaN
         gradient + 0 * tf.cast(tf.cast(gradient, tf.float16), gradient.dtype)
         if is_half
         else gradient

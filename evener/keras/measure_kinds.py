@@ -1,11 +1,11 @@
-"""Measure how the results of a batch's parts have to be combined: as means or as sums.
+"""Measures how the results of a batch's parts have to be combined: as means or as sums.
 
-A loss may be a mean over rows, a mean over tokens, or a sum (its kind, see `part_kinds.py`). An
-engine has to know the kind to combine the losses, variables and attributes that its devices
-compute.
+A loss may be a mean over rows, a mean over tokens, or a sum. This is its kind (see
+`part_kinds.py`). An engine has to know the kind to combine the losses, variables and attributes
+that its devices compute.
 
-Therefore Keras' own step computes a few rows before the first step, first together and then in two
-unequal parts. It runs in a graph without side effects. Audits check whether the combination is
+Therefore, before the first step, Keras' own step computes a few rows, first together and then in
+two unequal parts. It runs in a graph without side effects. Audits check whether the combination is
 exact; this module doesn't.
 """
 
@@ -31,7 +31,7 @@ from .audit_step import (
     TracedStep,
     Values,
     kept_attributes,
-    raise_zeros,
+    replace_zeros,
 )
 from .compatibility import NO_PASSES, list_normalization_states, plain_variables, warn
 from .engine import Engine
@@ -41,10 +41,10 @@ from .keras_step import (
     Tensors,
     build_model,
     call_once,
+    compute_compiled_loss,
     count_rows,
     cut_rows,
     open_rows,
-    own_loss,
     split_losses,
     take_rows,
 )
@@ -59,7 +59,7 @@ from .part_kinds import (
 from .passes import is_seed
 
 MOST_ROWS = 8
-# Relative differences by which equal values may differ.
+# Relative differences that equal values may have.
 CLOSE = {"float64": 1e-10}  # for states and layers' losses
 NEAR = 1e-3  # for states and layers' losses of other types
 LOSS_CLOSE = {"float64": 1e-6}  # models of float64 often compute softmax and norms in float32
@@ -71,10 +71,10 @@ UNITS = {
 }
 
 
-def measure_first(
+def wrap_with_measurement(
     engine: Engine, plain: PlainSteps, training: bool, audited: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Wrap Keras' train or test function `run`; its first call begins with `measure_batch`.
+    """Wrap Keras' train or test function `run`, so that its first call begins with `measure_batch`.
 
     Raises RequestError on the first call if the engine can't combine the losses of a batch's parts.
     """
@@ -95,7 +95,7 @@ def measure_first(
 def measure_batch(
     engine: Engine, plain: PlainSteps, first: Tensors, training: bool, audited: bool
 ) -> None:
-    """Measure how the engine has to combine results of a batch's parts, and tell the engine.
+    """Measure how results of a batch's parts have to be combined, and store it in the engine.
 
     In a group, the process with the largest share measures for all, and every process has to call
     this. Raises RequestError if the plan has passes, and the loss can't be weighted exactly in
@@ -118,9 +118,9 @@ def measure_batch(
                 step = plain.trace(tf.nest.map_structure(open_rows, data), training)
         if step is not None and measures:
             with suppress(Exception):
-                found = measure(model, step, data, training, engine.judges_parts(training))
+                found = measure(model, step, data, training, engine.has_loss_per_part(training))
             found = msgspec.structs.replace(found, merged=step.merged)
-            _warn_of_joined(step.joined)
+            _warn_of_joined_lookups(step.joined)
     if group is not None:
         text = msgspec.json.encode(found) if group.rank == chosen else b""
         found = msgspec.json.decode(group.share_text(text, chosen), type=PartKinds)
@@ -133,10 +133,12 @@ def measure_batch(
         )
 
 
-def _warn_of_joined(names: Sequence[str]) -> None:
-    """Warn that several lookups read one sparse table, so that Adam would learn something else."""
-    # The same is true for other optimizers that square gradients. `names` are tables that several
-    # calls of `tf.nn.embedding_lookup_sparse` read. The warning names the first table.
+def _warn_of_joined_lookups(names: Sequence[str]) -> None:
+    """Warn that several lookups read one sparse table, so that Adam would learn something else.
+
+    The same is true for other optimizers that square gradients. `names` are such tables, of which
+    the first is named.
+    """
     if names:
         warn(
             f"{names[0]} is read by several calls of tf.nn.embedding_lookup_sparse. An optimizer"
@@ -146,7 +148,7 @@ def _warn_of_joined(names: Sequence[str]) -> None:
 
 
 def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
-    """Create the variables of the optimizer, the loss and the metrics, if some are missing."""
+    """Create the variables of the optimizer, the loss and the metrics, unless they exist."""
     # TensorFlow traces a step twice if the step creates variables
     if training and not model.optimizer.built and model.trainable_variables:
         model.optimizer.build(model.trainable_variables)
@@ -160,11 +162,12 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 
 
 def measure(
-    model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
+    model: Any, step: TracedStep, data: Tensors, training: bool, needs_loss: bool
 ) -> PartKinds:
     """Run a step on up to 8 rows and on two parts of them; return how parts' results combine.
 
-    If `partial` is False, the engine computes the loss on whole batches, so it isn't measured.
+    If `needs_loss` is False, the engine computes the loss on whole batches, so its kind isn't
+    measured.
     """
     if int(count_rows(data)) < 2:
         data = tf.nest.map_structure(_add_row, data)
@@ -177,7 +180,7 @@ def measure(
         return PartKinds()
     measured = Measured(model, step, every, results, (first, rows - first))
     return PartKinds(
-        measured.find_loss(training) if partial else ROWS,
+        measured.find_loss(training) if needs_loss else ROWS,
         tuple(measured.find_added()),
         measured.find_states(),
         measured.find_attributes(),
@@ -185,8 +188,7 @@ def measure(
 
 
 def _add_row(row: Any) -> Any:
-    """Append a second row to a tensor with one row, since a single row can't be divided."""
-    # parts can't be measured on a single row
+    """Append a second row to a tensor with one row, because a single row can't be divided."""
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
 
@@ -200,14 +202,14 @@ class Measured(NamedTuple):
     sizes: tuple[int, ...]  # rows of each part
 
     def find_added(self) -> list[str]:
-        """Return for each loss that layers add how it is combined from a batch's parts.
+        """Return how each loss that layers add is combined from the parts of a batch.
 
-        An entry is "rows" for a mean over rows, "sum", or "" for neither.
+        An entry is "rows" for a mean over rows, "sum" for a sum, or "" for neither.
         """
         # A loss of 0 reveals nothing: its coefficient may start from 0, or it may not concern these
         # rows. It is measured again with nonzero variables, then with other weights and inputs.
         found = self._read_added(self.results)
-        for vary in (self._raise_zeros, self._change_weights):
+        for vary in (self._replace_zeros, self._change_weights):
             if all(any(values) for values in found):
                 break
             with suppress(Exception):  # the model can't compute with these values
@@ -228,16 +230,16 @@ class Measured(NamedTuple):
         values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]
         return list(zip(*values, strict=True))
 
-    def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, and rows, to run the step once more."""
-        # The values are by the variables' keys. The rows are the unchanged ones of each run. The
-        # step is run again with these values, because a variable that is 0 may hide a loss.
-        return raise_zeros(self.model, self.step)[0], self.every
+    def _replace_zeros(self) -> tuple[Values, list[Tensors]]:
+        """Return nonzero values for variables that are 0, and each run's rows, to repeat the runs.
+
+        The values are by the variables' keys. A variable that is 0 may hide a loss.
+        """
+        return replace_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return noisy weights and negated inputs, to run the step once more."""
-        # The values of `_raise_zeros` are returned together with the weights.
-        values, _ = self._raise_zeros()
+        """Return values of noisy weights, and rows with negated inputs, to repeat the runs."""
+        values, _ = self._replace_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
             value = tf.convert_to_tensor(variable)
             noise = tf.random.stateless_normal(value.shape, (number, 5), dtype=value.dtype)
@@ -245,7 +247,7 @@ class Measured(NamedTuple):
         return values, [(tf.nest.map_structure(_negate, x), *others) for x, *others in self.every]
 
     def find_states(self) -> dict[int, str]:
-        """Return the rule by which each non-trainable variable is combined, by its index."""
+        """Return the rule to combine each non-trainable variable, by the variable's index."""
         # a sum that decays looks like a plain sum while it is 0
         variables = self.model.non_trainable_variables
         keys = {
@@ -254,28 +256,28 @@ class Measured(NamedTuple):
             if not is_seed(variable) and id(variable.value.handle) in self.step.assigned
         }
         starts = {key: tf.convert_to_tensor(variables[place]) for place, key in keys.items()}
-        once = self._judge_states(keys, starts, self.results)
+        once = self._find_state_rules(keys, starts, self.results)
         if keys:
             later = {key: self.results[0].states[key] for key in keys.values()}
             again = [self.step.run(each, later) for each in self.every]
-            twice = self._judge_states(keys, later, again)
+            twice = self._find_state_rules(keys, later, again)
             once = {place: kind if twice[place] == kind else OTHER for place, kind in once.items()}
         averages = set(map(id, list_normalization_states(self.model)))
         return once | {
             place: ROWS for place, variable in enumerate(variables) if id(variable) in averages
         }
 
-    def _judge_states(
+    def _find_state_rules(
         self, keys: Mapping[int, int], starts: Values, results: Sequence[StepResult]
     ) -> dict[int, str]:
         found = {}
         for place, key in keys.items():
             whole, *parts = (np.asarray(result.states[key]) for result in results)
-            found[place] = _judge_state(np.asarray(starts[key]), whole, parts, self.sizes)
+            found[place] = _find_state_rule(np.asarray(starts[key]), whole, parts, self.sizes)
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return the rule by which each tensor in attributes is combined, by its name."""
+        """Return the rule to combine each tensor in an attribute, by the tensor's name."""
         whole, *parts = [
             result.call.attributes for result in self.results if result.call is not None
         ]
@@ -287,11 +289,14 @@ class Measured(NamedTuple):
             found[name] = SAME
             if value.dtype.is_floating:
                 first, *others = (np.asarray(each, np.float64) for each in (value, *own))
-                found[name] = _judge_state(np.zeros_like(first), first, others, self.sizes)
+                found[name] = _find_state_rule(np.zeros_like(first), first, others, self.sizes)
         return found
 
     def find_loss(self, training: bool) -> str:
-        """Return what the compiled loss is a mean over, such as "rows", or "sum"; "" if unknown."""
+        """Return what the compiled loss is a mean over, such as "rows".
+
+        The result is "sum" for a sum, and "" if unknown.
+        """
         # The rows may not distinguish all kinds: labels without padding don't show whether padding
         # counts. So the loss is also computed with changed masks, weights and labels.
         calls = [result.call for result in self.results if result.call is not None]
@@ -310,23 +315,22 @@ class Measured(NamedTuple):
     def _find_possible_loss_kinds(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the kinds, such as "sum", by which parts' losses may combine to the whole loss.
+        """Return the kinds, such as "sum", by which the parts' losses may combine to the whole.
 
-        The result is None if the loss isn't finite, or if the user's loss raises an error.
+        A kind is possible if it gives the loss of all rows. `batch` is (x, y, outputs, weight), and
+        `calls` are the model's calls on all rows and on each part. The result is None if the loss
+        isn't finite, or if the user's loss raises an error.
         """
-        # None also if the loss isn't finite. A kind is possible if it gives the loss of all rows
-        # when applied to the losses of their parts. `batch` is (x, y, outputs, weight). `calls` are
-        # the model's calls on all rows, then on each part.
         values: list[float] = []
         counts: list[dict[str, float]] = []
         edges = (0, *np.cumsum(self.sizes).tolist())
         ranges = [(0, edges[-1]), *pairwise(edges)]
         for (start, stop), call in zip(ranges, calls, strict=True):
-            self.step.leave(call)
+            self.step.store_attributes(call)
             try:
-                own = [_cut_masked(each, start, stop) for each in batch]
+                own = [_cut_with_masks(each, start, stop) for each in batch]
                 with _without_side_effects(self.model):
-                    loss = own_loss(self.model, calls[0].losses, own, training)
+                    loss = compute_compiled_loss(self.model, calls[0].losses, own, training)
             except Exception:  # any error of the user's program
                 return None
             values.append(float(loss))
@@ -339,13 +343,12 @@ class Measured(NamedTuple):
         return find_fitting(values[0], values[1:], by_name, near)
 
 
-def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return the rule by which values of a variable after parts give its value after all rows.
+def _find_state_rule(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
+    """Return the rule by which a variable's values after parts combine to that after all rows.
 
-    The result is "" if none of the rules fits.
+    `start` is the value before the step. `whole` is the value after a step on all rows, and `parts`
+    are the values after a step on each part, with `sizes` rows. The result is "" if no rule fits.
     """
-    # `start` is the state's value before the step. `whole` is the value after a step on all rows,
-    # and `parts` are the values after a step on each part. `sizes` are the parts' numbers of rows.
     if whole.dtype.kind not in "iuf":
         return SAME if all(np.array_equal(whole, part) for part in parts) else OTHER
     values = [np.asarray(each, np.float64) for each in (start, whole, *parts)]
@@ -364,10 +367,9 @@ def _predict_whole_state(
 ) -> dict[str, Any]:
     """Predict a variable's value after the whole batch, by each rule of combining the parts.
 
-    Returns a dict from the rule's name to the value.
+    `before` is the value before the batch, and `parts` are the values after each part, with `sizes`
+    rows. Returns the values by the rules' names.
     """
-    # The value after the whole batch is predicted. `before` is the value before the batch, and
-    # `parts` are the values after each part. `sizes` are the parts' numbers of rows.
     changes = [part - before for part in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]
     predictions = {ROWS: before + sum(weighted) / sum(sizes), SUM: before + sum(changes)}
@@ -379,7 +381,7 @@ def _predict_whole_state(
 
 @contextmanager
 def _without_side_effects(model: Any) -> Iterator[None]:
-    """Context manager that restores the model's variables, random generators and added losses."""
+    """Context manager that restores a model's variables, random generators and added losses."""
     values = [(variable, variable.numpy()) for variable in plain_variables(model)]
     # regularizers that run in a scope see only the scope's weights
     given = [
@@ -396,8 +398,8 @@ def _without_side_effects(model: Any) -> Iterator[None]:
         model._clear_losses()
 
 
-def _cut_masked(data: Tensors, start: int, stop: int) -> Tensors:
-    """Return rows `start` to `stop`, with Keras' masks."""
+def _cut_with_masks(data: Tensors, start: int, stop: int) -> Tensors:
+    """Return rows `start` to `stop` of the tensors, with Keras' masks."""
     cut = cut_rows(data, start, stop)
     for leaf, part in zip(keras.tree.flatten(data), keras.tree.flatten(cut), strict=True):
         mask = getattr(leaf, "_keras_mask", None)
@@ -414,33 +416,33 @@ def _negate(leaf: Any) -> Any:
 
 
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
-    """Yield the batch, then copies with other masks, weights or ignored labels.
+    """Yield the batch, and then copies of it with other masks, weights or ignored labels.
 
-    With these, means over rows and over other units have different values.
+    In a copy, means over rows and means over other units have different values. Each is (x, y,
+    outputs, weight). `call` is the model's call on `rows`.
     """
-    # Each is (x, y, outputs, weight). `call` is the model's call on `rows`. On the unchanged rows,
-    # losses of different kinds may have the same value.
     x, y, weight = rows
     outputs = call.outputs
     yield x, y, outputs, weight
     if any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(outputs)):
         yield x, y, _with_other_masks(outputs), weight
     if tf.is_tensor(weight):
-        yield x, y, outputs, weight * tf.cast(_ramp(weight), weight.dtype)
+        yield x, y, outputs, weight * tf.cast(_grow_by_row(weight), weight.dtype)
     ignored = getattr(model.loss, "ignore_class", None)
     if ignored is not None and tf.is_tensor(y):
-        yield x, tf.cast(_pad_labels(ignored, y.numpy()), y.dtype), outputs, weight
+        yield x, tf.cast(_ignore_labels(ignored, y.numpy()), y.dtype), outputs, weight
 
 
-def _ramp(values: Any) -> Any:
+def _grow_by_row(values: Any) -> Any:
     """Return a different factor for each row, from 0.1 for the first to 2 for the last."""
-    # The factors' axes broadcast to `values`.
     return np.linspace(0.1, 2.0, len(values)).reshape(-1, *[1] * (len(values.shape) - 1))
 
 
-def _pad_labels(padding: int, y: Any) -> Any:
-    """Replace a part of each row's labels by the class that the loss ignores."""
-    # A different number of labels is replaced in each row.
+def _ignore_labels(padding: int, y: Any) -> Any:
+    """Replace some labels of each row by `padding`, the class that the loss ignores.
+
+    The number of replaced labels differs between rows.
+    """
     # if rows have a single label, every third one is padding
     if y.ndim < 2 or y.shape[-1] < 2:
         return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)
@@ -449,8 +451,10 @@ def _pad_labels(padding: int, y: Any) -> Any:
 
 
 def _with_other_masks(outputs: Tensors) -> Tensors:
-    """Return outputs with other masks, which keep a different number of steps in each row."""
-    # The masks select 1 time step of row 0, 2 of row 1, and so on.
+    """Return outputs with other masks, which select a different number of steps in each row.
+
+    They select 1 time step of row 0, 2 of row 1, and so on.
+    """
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
     for leaf in keras.tree.flatten(changed):
         mask = getattr(leaf, "_keras_mask", None)

@@ -1,4 +1,4 @@
-"""The engine `multiworker`: one process per device, and each computes its rows of a batch.
+"""The engine `multiworker`: one process per device, which computes its own rows of each batch.
 
 Gradients are summed over the processes (all-reduce). Clipping, loss scaling and gradient
 accumulation act on the whole batch's gradient, because model and optimizer are outside TensorFlow's
@@ -27,7 +27,7 @@ from ..live.reporter import DeviceTimes, sum_up
 from ..shares.divisions import Cut
 from ..training.passes import PassLimit
 from ..training.retreat import Retreat, print_line
-from .callbacks import group_callbacks, save_whole
+from .callbacks import group_callbacks, save_by_renaming
 from .compatibility import (
     check_step,
     check_test_step,
@@ -42,7 +42,7 @@ from .group import (
     BatchDigests,
     Group,
     digest_batch,
-    refuse_other,
+    refuse_other_data,
 )
 from .instances import replaced
 from .keras_step import (
@@ -59,14 +59,14 @@ from .keras_step import (
     take_rows,
     update_metrics,
 )
-from .part_kinds import COUNTS, PartKinds, count_units, main_part
+from .part_kinds import COUNTS, PartKinds, count_units, weigh_part
 from .passes import (
     PassSums,
     StateUpdate,
-    adds_up,
     assign_updates,
-    change,
-    kinds_of_states,
+    find_state_kinds,
+    sums_changes,
+    weigh_change,
 )
 from .rebalancing import GroupRebalancer, WorkTimes
 from .sparse_gradients import SharedGradients, fill_gradients, merge_slices, without_filler
@@ -74,10 +74,10 @@ from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
 class Workers:
-    """Engine for several processes; each computes its own rows of every batch.
+    """Engine for several processes, each of which computes its own rows of every batch.
 
-    `rebalancing` changes the shares during training, or is None. `device` names this process's
-    device in messages.
+    `rebalancing` changes the shares during training, or is None. `device` is the name of this
+    process's device in messages.
     """
 
     name = "multiworker"
@@ -112,12 +112,12 @@ class Workers:
             self._labels_vary = tf.Variable(False, trainable=False)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return a context manager that does nothing: each process has one device."""
+        """Return a context manager that does nothing, because each process has one device."""
         return nullcontext()
 
     def sharing_failures(self) -> AbstractContextManager[None]:
         """Return a context manager that reports an exception to the other processes."""
-        shared: AbstractContextManager[None] = self.group.failures.shared()
+        shared: AbstractContextManager[None] = self.group.failures.reporting()
         return shared
 
     def check_model(self) -> None:
@@ -132,33 +132,38 @@ class Workers:
         """Raise RequestError if the user's class overrides `test_step`."""
         check_test_step(self.model)
 
-    def judges_parts(self, training: bool) -> bool:
-        """Return True: each process computes the loss of its own rows."""
+    def has_loss_per_part(self, training: bool) -> bool:
+        """Return True, because each process computes the loss of its own rows."""
         return True
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Return functions that replace methods of the model, by name.
+        """Return functions that replace methods of the model, by the methods' names.
 
-        They save files, and train or test on one batch.
+        The methods save files, and train or test on one batch.
         """
         # the processes can share weights only if they exist before the first batch
         model, rank = self.model, self.group.rank
         return {
             "train_on_batch": functools.partial(self._on_batch, "train_on_batch"),
             "test_on_batch": functools.partial(self._on_batch, "test_on_batch"),
-            "save": functools.partial(save_whole, rank, model.save),
-            "save_weights": functools.partial(save_whole, rank, model.save_weights),
+            "save": functools.partial(save_by_renaming, rank, model.save),
+            "save_weights": functools.partial(save_by_renaming, rank, model.save_weights),
         }
 
     def _on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Run Keras' `train_on_batch` or `test_on_batch`, after the model's weights are created."""
+        """Create the model's weights if needed, and run Keras' `train_on_batch` or `test_on_batch`.
+
+        `name` is the method to run.
+        """
         with self.sharing_failures():
             self.build(x)
             return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
 
     def build(self, x: Any) -> None:
-        """Create the model's weights from the first rows of `x`, if it isn't built."""
-        # the processes can share the weights only if they exist
+        """Create the model's weights from the first rows of `x`, unless the model is already built.
+
+        The processes can share the weights only if they exist.
+        """
         if self.model.built:
             return
         if isinstance(x, tf.data.Dataset):
@@ -168,10 +173,10 @@ class Workers:
         build_model(self.model, keras.tree.map_structure(_first_rows, x))
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of this process's rows, or of global batches if it needs all rows.
+        """Return a dataset of this process's rows, or of global batches.
 
-        It needs all rows if shares can change, or if the user's class overrides `train_step` or
-        `compute_metrics`.
+        It has global batches if shares can change, or if the user's class overrides `train_step` or
+        `compute_metrics`, because then all rows are needed.
         """
         asks = overrides(self.model, "compute_metrics") or overrides(self.model, "train_step")
         if asks or self.rebalancing is not None:
@@ -179,7 +184,7 @@ class Workers:
         return arrays.own_rows(self.cut, self.group.rank, endless)
 
     def draw_seed(self) -> int:
-        """Return a random seed that the first process has drawn.
+        """Return a random seed that the first process has drawn, the same in all processes.
 
         Every process has to call this.
         """
@@ -189,7 +194,7 @@ class Workers:
     def begin_fit(self, callbacks: Any) -> list[Any]:
         """Return the callbacks that `fit` uses in this process.
 
-        The processes then compare their data in the next batch. Every process has to call this.
+        After the first batch, the processes compare their data. Every process has to call this.
         """
         self.unchecked = True
         self._forget_data()
@@ -206,9 +211,9 @@ class Workers:
         self.group.share_weights([variable.value for variable in variables])
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return the work and waiting times of each device in the latest steps.
+        """Return how long each device worked and waited in the latest steps.
 
-        Empty before the first step.
+        The result is empty before the first step.
         """
         steps, rank = self.times.read(), self.group.rank
         found = []
@@ -223,15 +228,15 @@ class Workers:
         """Run the model's own predict step on all rows."""
         return type(self.model).predict_step(self.model, data)
 
-    def around_training(self, run: Steps) -> Steps:
-        """Wrap Keras' train function: retry if memory runs out, and change shares if needed.
+    def wrap_training(self, run: Steps) -> Steps:
+        """Wrap Keras' train function, to retry if memory runs out and to change shares if needed.
 
         After the first step, the wrapper also checks that all processes have the same data. Without
         passes, running out of memory raises DeviceError.
         """
         step = run
         if self.cut.in_passes and not overrides(self.model, "train_step"):
-            step = SurvivingStep(self, self.limit, self.note_retreat)
+            step = SurvivingStep(self, self.limit, self.report_retry)
 
         def train_and_check(iterator: Any) -> Any:
             try:
@@ -258,12 +263,12 @@ class Workers:
 
         return train_and_check
 
-    def around_tests(self, run: Steps) -> Steps:
+    def wrap_tests(self, run: Steps) -> Steps:
         """Wrap Keras' test function so that steps run one at a time, not in a common graph."""
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run separately the steps that Keras would run in one call.
+        """Run the steps one by one that Keras would run in one call.
 
         Raises StopIteration if there is no batch.
         """
@@ -276,7 +281,6 @@ class Workers:
         for batch in islice(batches, steps):
             logs = run([batch])
         if logs is None:
-            # there is no batch
             raise StopIteration
         return logs
 
@@ -285,10 +289,9 @@ class Workers:
         self._labels_vary.assign(False)
 
     def check_data(self, epoch_ends: bool = False) -> None:
-        """Raise RequestError if processes have been given different batches.
+        """Raise RequestError in every process if the processes have different batches.
 
-        At the end of an epoch, inputs are compared if labels couldn't show a difference. The error
-        is raised in every process.
+        At the end of an epoch, inputs are compared if the labels couldn't show a difference.
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):
@@ -296,7 +299,7 @@ class Workers:
         self._other.assign(0)
         if epoch_ends:
             self._forget_data()
-        refuse_other(other)
+        refuse_other_data(other)
 
     def _warn_of_inputs(self) -> None:
         if int(self._other_inputs) and not bool(self._labels_vary):
@@ -306,17 +309,17 @@ class Workers:
                 " give shuffle a seed."
             )
 
-    def note_retreat(self, retreat: Retreat) -> None:
+    def report_retry(self, retreat: Retreat) -> None:
         """Print that a pass ran out of memory and is retried with fewer rows."""
         print_line(retreat.describe(self._named or self.group.device))
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Train on a batch and return the logs."""
+        """Train on a batch, and return the logs."""
         if self.cut.in_passes:
-            return SurvivingStep(self, None, self.note_retreat).as_one(data)
+            return SurvivingStep(self, None, self.report_retry).run_in_graph(data)
         own = self.own_rows(data)
         digest = _digest(data)
-        began = self.times.now([own.size])
+        began = self.times.read_time([own.size])
         metrics = self._metrics(own)
         return self._finish_step(own, digest, began, metrics, *self._compute_own_rows(own))
 
@@ -325,14 +328,16 @@ class Workers:
     ) -> dict[str, Any]:
         """Exchange the results of this process's passes with the others, and update the weights.
 
-        `before` has the values that non-trainable variables had before the step, by id; `began` is
+        `before` has the values of non-trainable variables from before the step, by id; `began` is
         the step's start as Unix time. Returns the logs. Every process has to call this.
         """
         own = self.own_rows(data)
         digest = _digest(data)
         metrics = self._metrics(own, before)
-        assign_updates([(1.0, [update for update in result.updates if not adds_up(update.kind)])])
-        shared = [update for update in result.updates if adds_up(update.kind)]
+        assign_updates(
+            [(1.0, [update for update in result.updates if not sums_changes(update.kind)])]
+        )
+        shared = [update for update in result.updates if sums_changes(update.kind)]
         starts = [tf.convert_to_tensor(update.state) for update in shared]
         return self._finish_step(
             own, digest, began, metrics, result._replace(updates=shared), starts
@@ -349,28 +354,29 @@ class Workers:
     ) -> dict[str, Any]:
         """Exchange results with the other processes; update weights, variables and metrics.
 
-        Every process has to call this.
+        `result` has the results for `own`, this process's rows. `digest` has hashes of the batch.
+        `began` is the step's start as Unix time. `starts` has the values, from before the step, of
+        the variables in `result.updates`. Returns the logs. Every process has to call this.
         """
-        # Return the logs. `own` are this process's rows, and `result` has their gradients, loss and
-        # states. `digest` identifies the whole batch. `began` is the Unix time at which the step
-        # began. `starts` has the values, from before the step, of the states in `result.updates`.
-        part = _part(own)
+        part = _fraction_of_batch(own)
         changes = [
-            (start, change(update, start, part))
+            (start, weigh_change(update, start, part))
             for update, start in zip(result.updates, starts, strict=True)
         ]
-        sent = metrics.own(*_own_batch(own, result.outputs))
+        sent = metrics.list_own(*_own_batch(own, result.outputs))
         summed, loss = self._sum_and_update(began, result, changes, own, digest, sent)
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
     def _compute_own_rows(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
-        """Compute the loss and the gradients of this process's rows."""
-        # Return the results, and the earlier values of the states that all processes change. The
-        # earlier values are those from before the step.
+        """Compute the loss and the gradients of this process's rows.
+
+        Returns the results, and the values that variables shared by all processes had before the
+        step.
+        """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
         states = [(state, kind, tf.identity(state)) for state, kind in self._shared_states()]
-        with tf.GradientTape() as tape, whole_statistics(model, self.group, own.size):
+        with tf.GradientTape() as tape, use_global_statistics(model, self.group, own.size):
             outputs = call_model(model, x, True)
             loss = self._part_of_loss((x, y, outputs, weight), True, own)
             scaled = scale_loss(model, loss)
@@ -384,21 +390,22 @@ class Workers:
         ]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
-        """Return the non-trainable variables whose changes are summed over the processes."""
+        """Return the non-trainable variables whose changes are summed over all processes.
+
+        Each comes with the rule by which its values are combined.
+        """
         found, states = self.kinds[True], self.model.non_trainable_variables
-        kinds = kinds_of_states(self.model, found)
+        kinds = find_state_kinds(self.model, found)
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
-        return [(state, kind) for state, kind in every if adds_up(kind)]
+        return [(state, kind) for state, kind in every if sums_changes(kind)]
 
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
         """Return how much this process's rows contribute to the loss of the whole batch.
 
-        Every process has to call this.
+        `batch` is (x, y, outputs, weight) of these rows. Every process has to call this.
         """
-        # The parts of all processes add up to that loss. `batch` is (x, y, outputs, weight) of this
-        # process's rows.
-        found, part = self.kinds[training], _part(own)
-        main = main_part(found.loss, part)
+        found, part = self.kinds[training], _fraction_of_batch(own)
+        main = weigh_part(found.loss, part)
         if found.loss in COUNTS:
             counted = count_units(self.model, *batch[1:])[found.loss] * tf.cast(
                 own.size > 0, tf.float64
@@ -415,19 +422,18 @@ class Workers:
         digest: Any,
         sent: list[Any],
     ) -> tuple[list[Any], Any]:
-        """Sum gradients, variables' changes and the loss over all processes; update weights.
+        """Sum gradients, changes of variables and the loss over all processes; update the weights.
 
-        Every process has to call this.
+        `changes` has a pair for each variable in `result.updates`: the value before the step, and
+        the change by this process's rows. `sent` are tensors that the metrics need. Returns the
+        sums of `sent`, and the whole batch's loss. Every process has to call this.
         """
-        # Return the sums of `sent`, and the whole batch's loss. `changes` has a pair for each state
-        # in `result.updates`: the value before the step, and the change by this process's rows.
-        # `sent` are tensors that the metrics need.
         gradients = result.gradients
         if tf.executing_eagerly():
             gradients = fill_gradients(self.model, self.group, gradients)
         shared = SharedGradients(gradients)
         added = [each for _, each in changes]
-        ready = self.times.now([*shared.values, *added, result.loss])
+        ready = self.times.read_time([*shared.values, *added, result.loss])
         tensors = [*sent, result.loss, *added, *shared.prepare(self.group)]
         sums = iter(
             self._sum_results_and_times(tensors, own, digest, (began, ready), result.loss.dtype)
@@ -448,42 +454,45 @@ class Workers:
         times: tuple[Any, Any],
         kind: Any,
     ) -> list[Any]:
-        """Sum tensors over all processes, and exchange step times and hashes of the batch too.
+        """Sum tensors over all processes, and exchange step times and hashes of the batch.
 
-        Every process has to call this.
+        `times` are the Unix times at which this process's step began and its tensors were ready.
+        `kind` is the dtype for the exchange of times and hashes. Every process has to call this.
         """
-        # `times` are the Unix times at which this process's step began and its tensors were ready.
-        # compute times and batch digests travel in the same collective, converted to the type
-        # `kind`
+        # compute times and batch digests travel in the same collective
         began, ready = times
         labels = 0 if digest is None else digest.labels
         inputs = 0 if digest is None else digest.inputs
-        by_process = [self.times.spread(each, kind) for each in (ready - began, labels, inputs)]
+        by_process = [
+            self.times.place_at_rank(each, kind) for each in (ready - began, labels, inputs)
+        ]
         # summed separately, because it waits for a clock
         times_and_digests = tf.concat(by_process, 0)
         sums: list[Any]
-        *sums, times_and_digests = self.group.sum([*tensors, times_and_digests], apart=1)
+        *sums, times_and_digests = self.group.sum([*tensors, times_and_digests], separate=1)
         work_of_each, labels, inputs = tf.split(times_and_digests, 3)
-        self.times.note(own.rows, work_of_each, self.times.now(sums) - ready)
+        self.times.store(own.rows, work_of_each, self.times.read_time(sums) - ready)
         if digest is not None:
             self._note_data(digest, labels, inputs)
         return sums
 
     def _note_data(self, digest: BatchDigests, labels: Any, inputs: Any) -> None:
-        """Record if hashes show that another process has been given different data."""
-        # `labels` and `inputs` are vectors with the digests of all ranks' labels and inputs.
+        """Record if hashes show that another process has different data.
+
+        `labels` and `inputs` are vectors with the hashes of all processes' labels and inputs.
+        """
         for other, seen in ((self._other, labels), (self._other_inputs, inputs)):
             other.assign(tf.maximum(other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))
         self._labels_vary.assign(tf.logical_or(self._labels_vary, digest.labels_vary))
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Evaluate a batch and return the logs."""
+        """Evaluate a batch, and return the logs."""
         own = self.own_rows(data)
         metrics = self._metrics(own)
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
         outputs = call_model(self.model, x, False)
         loss = self._part_of_loss((x, y, outputs, weight), False, own)
-        sent = metrics.own(*_own_batch(own, take_rows(outputs, own.size)))
+        sent = metrics.list_own(*_own_batch(own, take_rows(outputs, own.size)))
         *summed, loss = self.group.sum([*sent, loss])
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
@@ -506,20 +515,21 @@ class Workers:
 
 
 def _digest(data: Tensors) -> BatchDigests | None:
-    """Return hashes of a batch; None if processes can't have been given different rows."""
-    # Processes compare the digests. `OwnRows` come from a batch that is the same in all processes.
+    """Return hashes of a batch, or None if processes can't have different batches."""
+    # `OwnRows` come from a batch that is the same in all processes
     return None if isinstance(data, OwnRows) else digest_batch(data)
 
 
-def _part(own: OwnRows) -> Any:
-    """Return the rows of this process as a fraction of the batch."""
-    # A filler row doesn't count.
+def _fraction_of_batch(own: OwnRows) -> Any:
+    """Return this process's row count as a fraction of the batch; a filler row doesn't count."""
     return tf.cast(own.size, tf.float64) / tf.cast(own.rows, tf.float64)
 
 
 def _own_batch(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
-    """Return inputs, labels, outputs and weights of this process's rows, without a filler row."""
-    # Only x may have a filler row.
+    """Return inputs, labels, outputs and weights of this process's rows.
+
+    Only the inputs may have a filler row.
+    """
     x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
     return x, take_rows(y, own.size), outputs, take_rows(weight, own.size)
 
@@ -528,9 +538,8 @@ FEW_ROWS = 8  # the number of rows from which the weights of a model are created
 
 
 def _first_rows(array: Any) -> Any:
-    """Return the first 8 rows of an array as a tensor."""
+    """Return the first 8 rows of an array as a tensor; sparse and ragged tensors aren't cut."""
     if isinstance(array, tf.SparseTensor | tf.RaggedTensor):
-        # sparse and ragged tensors can't be cut so
         return array
     return tf.convert_to_tensor(array[:FEW_ROWS])
 
@@ -542,8 +551,9 @@ class StepMetrics:
     """Metrics of a training step whose rows are computed by several processes.
 
     Outputs are gathered, so that every process updates its metrics with the whole batch. If a row's
-    outputs are larger than 64 KiB, each process counts its own rows, and the metrics' variables are
-    summed. Create it before the model is called, because it reads the metrics' earlier values.
+    outputs are larger than 64 KiB, each process updates its metrics with its own rows, and the
+    changes of the metrics' variables are summed. Create the object before the model is called,
+    because it reads the metrics' earlier values.
     """
 
     def __init__(
@@ -554,19 +564,21 @@ class StepMetrics:
         # the losses of single outputs
         self._losses = model._compile_loss.metrics if model._compile_loss else []
         own = [model._loss_tracker, model._compile_metrics, *self._losses]
-        found = _read(metric for metric in model.metrics if not any(metric is each for each in own))
+        found = _read_variables(
+            metric for metric in model.metrics if not any(metric is each for each in own)
+        )
         self._gaining = [(state, before.get(id(state), value)) for state, value in found]
         self._outputs: Tensors = ()
 
-    def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """Return this process's outputs or metrics, to be summed over all processes."""
+    def list_own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
+        """Return this process's tensors, outputs or metrics, to be summed over all processes."""
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
             if _row_bytes(outputs) <= LARGEST_ROW:
                 self._outputs = outputs
             else:
                 self._count_own(x, y, outputs, weight)
-        sent = [pad_rows(leaf, start, rows) for leaf in _leaves(self._outputs)]
+        sent = [pad_rows(leaf, start, rows) for leaf in _list_tensors(self._outputs)]
         added = [
             tf.where(size > 0, state - before, tf.zeros_like(before))
             for state, before in self._gaining
@@ -574,42 +586,48 @@ class StepMetrics:
         part = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
         losses = [
             tf.where(size > 0, tf.cast(part, loss.dtype) * loss, 0)
-            for _, loss in _read(self._losses)
+            for _, loss in _read_variables(self._losses)
         ]
         return [*sent, *added, *losses]
 
     def _count_own(self, *batch: Any) -> None:
         count = tf.function(lambda: self._model.compute_metrics(*batch), autograph=False)
         count.get_concrete_function()  # creates states without counting
-        self._gaining += _read([self._model._compile_metrics])
+        self._gaining += _read_variables([self._model._compile_metrics])
         self._model.compute_metrics(*batch)
 
     def finish(self, sums: Sequence[Any], loss: Any, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """Update the metrics with the tensors summed over all processes, and return the logs."""
+        """Update the metrics by the tensors summed over all processes, and return the logs."""
         left = iter(sums)
-        sent = [next(left) for _ in _leaves(self._outputs)]
+        sent = [next(left) for _ in _list_tensors(self._outputs)]
         for state, before in self._gaining:
             state.assign(before + next(left))
-        for state, _ in _read(self._losses):
+        for state, _ in _read_variables(self._losses):
             state.assign(next(left))
         if sent:
             return update_metrics(
-                self._model, loss, self._place[2], x, y, _pack(self._outputs, sent), weight
+                self._model,
+                loss,
+                self._place[2],
+                x,
+                y,
+                _restore_structure(self._outputs, sent),
+                weight,
             )
         self._model._loss_tracker.update_state(loss, sample_weight=self._place[2])
         return dict(self._model.get_metrics_result())
 
 
-def _read(metrics: Any) -> list[tuple[Any, Any]]:
-    """Return (variable, value) pairs of all variables of some metrics."""
+def _read_variables(metrics: Any) -> list[tuple[Any, Any]]:
+    """Return (variable, value) pairs for all variables of some metrics."""
     return [
         (state, tf.convert_to_tensor(state)) for metric in metrics for state in metric.variables
     ]
 
 
 def _row_bytes(outputs: Tensors) -> float:
-    """Return the size of one row of the outputs in bytes; inf if they can't be gathered."""
-    # They can't be summed, for example, if their size is unknown.
+    """Return the size of one row of the outputs in bytes; inf if the outputs can't be gathered."""
+    # for example, if their size is unknown
     total = 0.0
     for leaf in keras.tree.flatten(outputs):
         kind = leaf.dtype
@@ -620,18 +638,19 @@ def _row_bytes(outputs: Tensors) -> float:
     return total
 
 
-def _leaves(outputs: Tensors) -> list[Any]:
-    """Return a model's output tensors, then their masks, as a flat list."""
-    # Keras attaches the masks.
+def _list_tensors(outputs: Tensors) -> list[Any]:
+    """Return a flat list of a model's output tensors, followed by the masks that Keras attaches."""
     found: list[Any] = keras.tree.flatten(outputs)
     return found + [
         mask for leaf in found if (mask := getattr(leaf, "_keras_mask", None)) is not None
     ]
 
 
-def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
-    """Return gathered tensors and masks in the structure of `outputs`."""
-    # `leaves` has these tensors and masks in the order of `_leaves`.
+def _restore_structure(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
+    """Return gathered tensors and masks in the structure of `outputs`.
+
+    `leaves` has them in the order of `_list_tensors`.
+    """
     left = iter(leaves)
     own = keras.tree.flatten(outputs)
     found = [tf.ensure_shape(next(left), [None, *leaf.shape[1:]]) for leaf in own]
@@ -642,7 +661,7 @@ def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
 
 
 @contextmanager
-def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
+def use_global_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
     """Context manager in which synchronized batch normalization uses the rows of all processes.
 
     `size` is this process's row count.

@@ -1,4 +1,4 @@
-"""Runs a user's own `train_step`, in which `super().train_step` calls the engine's step."""
+"""Runs a user's own `train_step`, whose `super().train_step` is the engine's step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ _inner: ContextVar[Step] = ContextVar("_inner")  # the step that super().train_s
 
 
 class _EngineStep(keras.Model):  # type: ignore[misc]
-    """Class whose `train_step` is the engine's; a user's call of `super().train_step` finds it."""
+    """Base class whose `train_step` is the engine's.
 
-    # The user's `super().train_step` calls this class's `train_step`, which runs the engine's step.
+    It comes right after the user's class in the order of inheritance, so `super().train_step` finds
+    it.
+    """
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         return _inner.get()(data)
 
 
-def _view(model: Any) -> Any:
-    """Return an object with the model's attributes, whose `super().train_step` is the engine's."""
-    # The user's `train_step` runs on the view. View and model share their attributes, so what the
-    # step sets on the view is also set on the model.
+def _make_view(model: Any) -> Any:
+    """Return an object with the model's attributes, whose `super().train_step` is the engine's.
+
+    The user's `train_step` runs on this object. What it sets on it is also set on the model.
+    """
     kind = type(model)
     make_class: Any = type(kind)
     above = make_class(kind.__name__, (kind, _EngineStep), {"__module__": kind.__module__})
@@ -45,7 +48,7 @@ class OwnTrainStep:
         self._step = step
 
     def __call__(self, data: Tensors) -> Any:
-        """Train on a batch and return the logs.
+        """Train on a batch, and return the logs.
 
         Raises RequestError unless the user's step calls `super().train_step` exactly once.
         """
@@ -58,7 +61,7 @@ class OwnTrainStep:
 
         token = _inner.set(run)
         try:
-            logs = kind.train_step(_view(self._model), data)
+            logs = kind.train_step(_make_view(self._model), data)
         finally:
             _inner.reset(token)
         if len(calls) != 1:

@@ -1,11 +1,11 @@
-"""Rules for combining losses, variables and attributes that parts of a batch have computed.
+"""Rules to combine losses, variables and attributes that were computed for parts of a batch.
 
 The kind of a value says how to combine it: as a mean weighted by rows, as a sum, and so on.
-`measure_kinds.py` finds a model's kinds.
+`measure_kinds.py` finds the kinds for a model.
 
-The whole batch's loss can't simply be computed at once. The activations of a gradient-accumulation
-pass are freed before the next pass. Processes would have to wait for each other between their
-forward and backward passes.
+These rules are needed because the loss of the whole batch can't be computed at once in two cases.
+With gradient accumulation, the activations of a pass are freed before the next pass. With several
+processes, all would have to wait for each other between forward and backward passes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ OTHER = ""  # none of these kinds
 class PartKinds(msgspec.Struct, frozen=True):
     """How values of a batch's parts are combined: as means over rows or other units, or as sums.
 
-    - `loss`: the compiled loss; "" if unknown.
-    - `added`: each loss that layers add.
-    - `states`: each non-trainable variable, by index.
-    - `attributes`: each tensor that a call stores in an attribute, by name.
-    - `merged`: indices of the weights whose sparse gradients have every row at most once.
+    - `loss`: kind of the compiled loss; "" if unknown.
+    - `added`: kinds of the losses that layers add.
+    - `states`: kinds of the non-trainable variables, by index.
+    - `attributes`: kinds of the tensors that a call stores in attributes, by name.
+    - `merged`: indices of the weights whose sparse gradients have at most one slice per table row.
 
-    Values of unknown kind combine as means over rows; audits show whether that is exact.
+    Values of unknown kind are combined as means over rows; audits show whether that is exact.
     """
 
     loss: str = ROWS
@@ -41,28 +41,29 @@ class PartKinds(msgspec.Struct, frozen=True):
     attributes: dict[str, str] = {}
     merged: tuple[int, ...] = ()
 
-    def added_kind(self, place: int) -> str:
-        """Return how the loss added by a layer is combined; "rows" if that wasn't measured.
+    def added_kind(self, index: int) -> str:
+        """Return the kind of a loss that a layer adds; "rows" if it wasn't measured.
 
-        `place` is the loss's index.
+        `index` is the loss's index.
         """
-        return self.added[place] if place < len(self.added) else ROWS
+        return self.added[index] if index < len(self.added) else ROWS
 
 
-def main_part(kind: str, part: Any) -> Any:
-    """Return the weight of a part's value in the combined value of the batch.
+def weigh_part(kind: str, part: Any) -> Any:
+    """Return the weight with which a part's value counts in the batch's combined value.
 
-    `part` is the part's fraction of the rows, and is the weight of a mean. For a sum, the weight is
-    1, or 0 for a part without rows.
+    For a mean, it is `part`, the part's fraction of the rows. For a sum, it is 1, or 0 for a part
+    without rows.
     """
     return tf.cast(part > 0, part.dtype) if kind == SUM else part
 
 
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-    """Count what a loss may be averaged over instead of rows: time steps, labels and weights.
+    """Count the units, other than rows, that a loss may be a mean over.
 
-    The counts are of these rows: the steps that a mask keeps, the labels that aren't ignored, and
-    the sum of the sample weights. The dict has only the units that occur here.
+    They are time steps that a mask keeps, labels that aren't ignored, and the sum of the sample
+    weights. The result has the counts for these rows by unit ("steps", "labels", "weights"), for
+    those units that occur.
     """
     found = {}
     masks = [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(outputs)]
@@ -73,12 +74,12 @@ def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]
     if ignored is not None and tf.is_tensor(y):
         found["labels"] = tf.reduce_sum(tf.cast(y != tf.cast(ignored, y.dtype), tf.float64))
     if tf.is_tensor(weight):
-        found["weights"] = tf.reduce_sum(_spread(tf.cast(weight, tf.float64), mask))
+        found["weights"] = tf.reduce_sum(_spread_weights(tf.cast(weight, tf.float64), mask))
     return found
 
 
-def _spread(weight: Any, mask: Any) -> Any:
-    """Return the sample weights for each time step, 0 where the mask excludes a step."""
+def _spread_weights(weight: Any, mask: Any) -> Any:
+    """Return the sample weight of each time step, which is 0 where the mask excludes the step."""
     if mask is None:
         return weight
     if weight.shape.rank == 1:

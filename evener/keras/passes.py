@@ -1,9 +1,9 @@
 """Gradient-accumulation passes (micro-batches) of the rows that a device computes.
 
 Each pass runs the forward and backward computation on some of the rows. Then gradients and
-non-trainable variables are combined. Losses are exact if they are means or sums over rows. The
-passes are a loop in the graph, so memory holds the activations of one pass, and one trace serves
-any number of passes.
+non-trainable variables are combined. The loss of the whole batch is exact if it is a mean or a sum
+over rows. The passes are a loop in the graph, so memory holds the activations of one pass only, and
+the graph is traced once for any number of passes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .keras_step import (
     scale_loss,
     take_rows,
 )
-from .part_kinds import ROWS, SAME, PartKinds, main_part
+from .part_kinds import ROWS, SAME, PartKinds, weigh_part
 from .sparse_gradients import PassGradient, without_filler
 
 SEED_NAME = "seed_generator_state"  # Keras' name for the state of a generator
@@ -52,10 +52,13 @@ class StateUpdate(NamedTuple):
 
 
 class StepStates:
-    """Combines non-trainable variables and metrics over the parts (devices, passes) of a batch."""
+    """Combines values of non-trainable variables and metrics from the parts of a batch.
+
+    A part is the rows of a device, or of one of its gradient-accumulation passes.
+    """
 
     def __init__(self, model: Any, kinds: PartKinds) -> None:
-        self._kinds = kinds_of_states(model, kinds)
+        self._kinds = find_state_kinds(model, kinds)
         self._metrics = {id(variable): variable for variable in model.metrics_variables}
         losses = model._compile_loss.metrics if model._compile_loss else []
         self._losses = {id(each) for metric in losses for each in metric.variables}
@@ -65,16 +68,19 @@ class StepStates:
         self._variables = list(every.values())
         self._counted: dict[int, Any] = {}  # values of metrics after the previous devices
 
-    def starts(self, device: int, apart: bool = True) -> list[tuple[Any, Any]]:
-        """Return each variable with its value at the start of a device's part of the step.
+    def starts(self, device: int, resets_metrics: bool = True) -> list[tuple[Any, Any]]:
+        """Return each variable with the value from which a device starts its part of the step.
 
-        Random seeds differ between devices. With `apart`, metrics start from 0 on each device.
+        Random seeds differ between devices. With `resets_metrics`, metrics start from 0 on each
+        device.
         """
         starts = []
         for state in self._variables:
             value = tf.convert_to_tensor(state)
-            if self._counts(state):
-                value = tf.zeros_like(value) if apart else self._counted.get(id(state), value)
+            if self._is_counting(state):
+                value = (
+                    tf.zeros_like(value) if resets_metrics else self._counted.get(id(state), value)
+                )
             elif is_seed(state) and device and not are_alike.get():
                 with tf.device(HOST):
                     value += tf.cast([0, device * SEED_STEP], value.dtype)
@@ -85,38 +91,37 @@ class StepStates:
         """Return a variable's value after a device's passes, with the rule to combine it."""
         if id(state) in self._losses:
             return StateUpdate(state, value, AVERAGED)
-        if self._counts(state):
+        if self._is_counting(state):
             return StateUpdate(state, value, ADDED)
         return StateUpdate(state, value, self._kinds[id(state)])
 
-    def _counts(self, state: Any) -> bool:
-        """Return whether the variable belongs to a metric other than the tracker of a loss."""
-        # A loss tracker is a metric that tracks a single output's loss.
+    def _is_counting(self, state: Any) -> bool:
+        """Return whether the variable belongs to a metric, except for metrics that track a loss."""
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
         self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any
     ) -> Any:
-        """Combine a variable's value from one more pass with the value from the earlier passes.
+        """Combine a variable's value after one more pass with its value from earlier passes.
 
         - `before`: combined value after the earlier passes.
         - `start`, `new`: value at the start and at the end of this pass.
         - `part`: the pass's fraction of the device's rows.
         - `first`: whether this is the first pass.
         """
-        if self._counts(state):
+        if self._is_counting(state):
             return tf.where(part > 0, new, before)  # no metric counts a filler row
         kind = AVERAGED if id(state) in self._losses else self._kinds[id(state)]
         if kind == CHAINED:
             return new
         if kind == SAME:
             return tf.where(first, new, before)
-        return before + (new - start) * tf.cast(main_part(kind, part), new.dtype)
+        return before + (new - start) * tf.cast(weigh_part(kind, part), new.dtype)
 
     def restarts_each_pass(self, state: Any) -> bool:
         """Return whether each pass starts from the variable's value before the step.
 
-        Otherwise, it starts from the value after the previous pass.
+        Otherwise, each pass starts from the value after the previous one.
         """
         if id(state) in self._metrics:
             return id(state) in self._losses
@@ -125,9 +130,10 @@ class StepStates:
     def collect_updates(
         self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any
     ) -> list[StateUpdate]:
-        """Return the new values of the variables that the model's call in `scope` has assigned.
+        """Return the new values of variables that the model's call in `scope` has assigned.
 
-        `size` is the device's row count, which may be 0.
+        `starts` has the variables with their values before the call. `size` is the device's row
+        count, which may be 0.
         """
         found = []
         for state, begin in starts:
@@ -160,30 +166,30 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
         else:
             start = tf.convert_to_tensor(last.state)
             last.state.assign(
-                start + tf.add_n([change(update, start, part) for part, update in values])
+                start + tf.add_n([weigh_change(update, start, part) for part, update in values])
             )
 
 
-def adds_up(kind: str) -> bool:
-    """Return whether a variable of this kind is combined by adding the parts' changes."""
+def sums_changes(kind: str) -> bool:
+    """Return whether variables of this kind are combined by adding up the parts' changes."""
     return kind in (ROWS, SUM)
 
 
-def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """Return how much a part of the batch changes a variable.
+def weigh_change(update: StateUpdate, start: Any, part: Any) -> Any:
+    """Return how much a part of the batch changes a variable of the whole batch's step.
 
-    The changes by all parts of the batch add up. `update` has the variable's value after these
-    rows, `start` its value before the step, and `part` is their fraction of the batch.
+    The changes by all parts add up. `update` has the variable's value after the part, `start` its
+    value before the step, and `part` is the part's fraction of the batch.
     """
-    return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
+    return (update.value - start) * tf.cast(weigh_part(update.kind, part), start.dtype)
 
 
-def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return the rule by which each non-trainable variable is combined from parts, by `id()`.
+def find_state_kinds(model: Any, found: PartKinds) -> dict[int, str]:
+    """Return for each non-trainable variable, by `id()`, the rule to combine the parts' values.
 
-    Measured variables have the rule in `found`. Others are averaged by rows if they are floats, and
-    otherwise assumed to be the same on all devices. A random seed takes the last device's value or,
-    in `draws_alike`, is the same on all.
+    Measured variables have the rule in `found`. Other variables are averaged by rows if they are
+    floats, and otherwise assumed to be the same on all devices. A random seed takes the last
+    device's value; within `draws_alike`, it is the same on all devices.
     """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
@@ -211,6 +217,7 @@ class DevicePasses:
     """Computes a device's rows in gradient-accumulation passes, as a loop in a TensorFlow graph.
 
     `number` is the device's index, `size` its row count, and `rows` the row count of the batch.
+    `data` has the device's rows.
     """
 
     def __init__(
@@ -291,10 +298,12 @@ class DevicePasses:
         return PassSums(joined, total, gradients, self._updates(values))
 
     def _run_pass(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Compute one pass: the loss and the gradients of rows `start` to `stop`."""
-        # Return the outputs, the contribution to the loss, the gradients and the states' new
-        # values. This function is traced once. `values` are the states' values after the previous
-        # passes.
+        """Run one pass on rows `start` to `stop`, forward and backward.
+
+        `values` are the variables' values after the previous passes. Returns the outputs, the
+        contribution to the loss, the gradients and the variables' new values. This function is
+        traced once.
+        """
         model = self.model
         with tf.device(HOST):
             count = stop - start
@@ -305,7 +314,7 @@ class DevicePasses:
             states = self._begin(values)
             self._variables.restore()
             part = tf.cast(count, tf.float64) / tf.cast(self._rows, tf.float64)
-            parts = (part, main_part(self.found.loss, part))
+            parts = (part, weigh_part(self.found.loss, part))
             # the loss too, because it may read weights or call the model again
             with CopiesScope(model, copies, states) as scope:
                 outputs, added, regularizers = call_in_scope(model, x, True)
@@ -328,8 +337,10 @@ class DevicePasses:
             )
 
     def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return pairs of a variable and the value with which the next pass starts."""
-        # `values` are the states' values after the previous pass.
+        """Return pairs of a variable and the value from which the next pass starts.
+
+        `values` are the variables' values after the previous pass.
+        """
         pairs = zip(self._starts, values, strict=True)
         return [
             (state, begin if self._states.restarts_each_pass(state) else value)
@@ -339,10 +350,12 @@ class DevicePasses:
     def _states_after_pass(
         self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
     ) -> list[Any]:
-        """Return the variables' values after one more pass, combined with earlier passes."""
-        # The pass has `count` rows and begins at row `start`. `values` are the states' values after
-        # the previous passes. `states` has pairs of a state and the value from which this pass
-        # started. `scope` has the values that this pass assigned.
+        """Return the variables' values after one more pass, combined with those of earlier passes.
+
+        The pass has `count` rows from row `start` on. `values` are the values after the earlier
+        passes. `states` are pairs of a variable and the value from which this pass started. `scope`
+        has the values that this pass assigned.
+        """
         part, after = count / tf.maximum(self._size, 1), []
         for value, (state, begin) in zip(values, states, strict=True):
             new = scope.get_current_value(state)

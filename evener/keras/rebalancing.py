@@ -1,6 +1,6 @@
-"""Moves rows between the processes that train a Keras model if another division is faster.
+"""Moves rows between the processes that train a Keras model, if another division is faster.
 
-Work times are measured in the step's graph and sent with the all-reduce of the gradients. All
+Work times are measured in the step's graph, and sent with the all-reduce of the gradients. All
 processes thus see the same times after the same step, and make the same change.
 """
 
@@ -21,9 +21,10 @@ from ..training.rebalance import Rebalancer, name_devices
 
 
 class ChangingCut(Cut):
-    """Division of each batch among devices; shares can change without tracing the step again."""
+    """Division of each batch among devices that can change without tracing the step again.
 
-    # the shares are variables, so a traced step uses their current values
+    The shares are variables, so a traced step uses their current values.
+    """
 
     def __init__(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
         super().__init__(shares, micros=micros)
@@ -34,8 +35,8 @@ class ChangingCut(Cut):
     def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
         """Use other shares from the next step on.
 
-        `shares` are rows per device, and `micros` the rows of each device's largest pass. `micros`
-        are ignored if the cut began without passes.
+        `shares` are rows per device, and `micros` the maximum rows of each device's
+        gradient-accumulation passes. `micros` are ignored if the division began without passes.
         """
         # the traced step of such a cut has no passes
         self.weights = tuple(shares)
@@ -77,7 +78,7 @@ class GroupStep(NamedTuple):
 
 
 class WorkTimes:
-    """Keeps how long each process computed in the latest 25 steps, in variables of the graph."""
+    """Stores how long each process computed in the latest 25 steps, in variables of the graph."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -86,24 +87,23 @@ class WorkTimes:
             self._count = tf.Variable(tf.zeros([], tf.int64), trainable=False)
             self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 2 + size], tf.float64), trainable=False)
 
-    def now(self, tensors: Sequence[Any]) -> Any:
-        """Return the Unix time at which all of `tensors` have been computed, as a tensor."""
+    def read_time(self, tensors: Sequence[Any]) -> Any:
+        """Return the Unix time at which all of `tensors` are computed, as a tensor."""
         with tf.control_dependencies(tensors):
             # on the tensor's device, which computes in order
             last = tf.reshape(tensors[-1], [-1])[:1]
         with tf.device(HOST), tf.control_dependencies([tf.identity(last)]):
             return tf.timestamp()
 
-    def spread(self, own_work_s: Any, kind: Any) -> Any:
-        """Return a vector with this process's work time at index `rank`, and 0 elsewhere.
+    def place_at_rank(self, own_work_s: Any, kind: Any) -> Any:
+        """Return a vector with this process's work time at the index of its rank, and 0 elsewhere.
 
-        Summing the vectors of all processes gives all work times. `kind` is the vector's dtype.
+        The sum of all processes' vectors has all work times. `kind` is the vector's dtype.
         """
-        # summed over the processes, the vector has the values of all of them
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 
-    def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
-        """Store a step's row count, all processes' work times and this one's waiting time.
+    def store(self, rows: Any, own_works: Any, met_s: Any) -> None:
+        """Store a step's row count, the work times of all processes, and this one's waiting time.
 
         All times are in seconds.
         """
@@ -115,7 +115,7 @@ class WorkTimes:
             self._count.assign_add(1)
 
     def read(self) -> list[GroupStep]:
-        """Return the stored steps, oldest first."""
+        """Return the stored steps, the oldest first."""
         count = int(self._count.numpy())
         kept = self._kept.numpy().tolist()
         steps = []
@@ -130,7 +130,7 @@ FEWEST_STEPS = 3  # minimum number of steps with full batches in a window
 
 
 class GroupRebalancer:
-    """Decides from measured work times when processes should get other shares of the rows.
+    """Decides from measured work times when the processes should get other shares of the rows.
 
     `shares` are the plan's shares, or empty without a plan.
     """
@@ -145,9 +145,9 @@ class GroupRebalancer:
         self._next = 0  # the first step of the next window
 
     def after_steps(self, steps: int, times: WorkTimes) -> None:
-        """Change the shares if the latest steps show that others would be faster.
+        """Change the shares if the latest steps show that other shares would be faster.
 
-        `steps` is how many steps have run since the last call. All processes see the same times, so
+        `steps` is the number of steps since the last call. All processes see the same times, so
         they make the same change. Every process has to call this after the same steps.
         """
         self._steps += steps

@@ -26,10 +26,10 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     In a group of processes, the first one reports for all.
 
     - `split`: the Split that built the model.
-    - `rows`: rows of a step, for a model without a split. With a split whose data set doesn't
-      tell its rows, the global batch counts; nothing is reported if that is unknown too.
-    - `log`: add the metrics to the logs at the end of each epoch. Callbacks that read them,
-      such as TensorBoard's, must come later in the list.
+    - `rows`: rows of a step, for a model without a split. With a split whose data set doesn't show
+      its rows per step, the global batch is used; if that is unknown too, nothing is reported.
+    - `log`: add the metrics to the logs at the end of each epoch. Callbacks that read them, such as
+      TensorBoard's, must come later in the list.
 
     Raises RequestError if neither `split` nor `rows` is given.
     """
@@ -45,7 +45,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._rows, self._log = rows, log
         self._steps: deque[float] = deque(maxlen=KEPT_STEPS)  # step durations in seconds
         self._ended = 0.0
-        self._reporter = Reporter(self._describe, sums=self._whole)
+        self._reporter = Reporter(self._describe, sums=self._sum_activities)
         self._counted = 0  # rows of this epoch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -74,18 +74,16 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._counted = counted
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add evener's metrics to the epoch's logs, if `log` is True."""
-        # Later callbacks read the logs.
+        """Add evener's metrics to the epoch's logs, for later callbacks, if `log` is True."""
         if self._log and logs is not None and not self._is_another_rank():
             logs.update(metrics())
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Close the report."""
+        """End the report."""
         self._reporter.close()
 
     def _is_another_rank(self) -> bool:
-        """Return whether this isn't the process that reports for its group."""
-        # The first process of a group reports for all.
+        """Return whether another process of the group, the first one, reports for this process."""
         split = self._split
         return split is not None and split.group is not None and split.group.rank > 0
 
@@ -93,7 +91,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         details = Details(
             step_s=middle(self._steps),
             step_spread=spread(self._steps),
-            plan_samples_per_second=self._promised(),
+            plan_samples_per_second=self._predict_speed(),
         )
         hooks = getattr(self.model.fit, "hooks", None)
         if hooks is None:
@@ -109,15 +107,16 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         )
         return measured, hooks.engine.device_times() if self._devices() else ()
 
-    def _whole(self) -> StepSums:
-        """Return the total seconds of all steps so far, by activity, such as waiting for input."""
-        # The sums are empty before the model has the hooks of a split. A part of a step is, for
-        # example, the wait for input.
+    def _sum_activities(self) -> StepSums:
+        """Return the total seconds of all steps so far by activity, such as waiting for input.
+
+        The sums are empty for a model without a split.
+        """
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole
 
-    def _promised(self) -> float:
-        """Return the samples/s that the plan predicts; 0 if it has none for this batch size."""
+    def _predict_speed(self) -> float:
+        """Return the plan's samples/s; 0 if it has none for this batch size."""
         split = self._split
         if split is None or split.plan is None:
             return 0.0
@@ -126,7 +125,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return plan.throughput.samples_per_second if same else 0.0
 
     def _count_rows(self, steps: int) -> int:
-        """Return the rows in the first `steps` steps of an epoch; 0 if unknown."""
+        """Return the row count of the first `steps` steps of an epoch; 0 if unknown."""
         hooks = getattr(self.model.fit, "hooks", None)
         own = self._split.global_batch if self._split is not None else self._rows
         batch = getattr(hooks, "batch", None) or own or 0
@@ -134,8 +133,10 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return steps * batch if samples is None else min(steps * batch, samples)
 
     def _devices(self) -> Any:
-        """Return the devices that train the model; () if the report has no split."""
-        # () also if a group trains without a plan
+        """Return the devices that train the model.
+
+        The result is () without a split, or if a group trains without a plan.
+        """
         split = self._split
         if split is None:
             return ()

@@ -1,9 +1,9 @@
-"""Adds up sparse gradients, such as an embedding table's, over passes and processes.
+"""Adds up sparse gradients, such as those of an embedding table, over passes and processes.
 
 A sparse gradient consists of slices, one for each use of a table row. Keras' optimizers square and
-clip each slice separately. If the slices were summed first, the model would learn something else.
-On one device, nothing sums them before the optimizer. Therefore passes and processes only
-concatenate them.
+clip each slice separately. On one device, nothing sums the slices before the optimizer. If they
+were summed here, the model would learn something else, so passes and processes only concatenate
+them.
 
 There is one exception. `tf.nn.embedding_lookup_sparse`, by which Keras also multiplies a sparse
 input, reads each table row once, so on one device the gradient has one slice per row. The slices of
@@ -39,7 +39,7 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """Return whether a sparse gradient joins several lookups, at least one with unique rows."""
+    """Return whether a sparse gradient joins several lookups, of which any reads each row once."""
     return isinstance(gradient, tf.IndexedSlices) and _joins_look_ups(gradient.indices)
 
 
@@ -61,10 +61,12 @@ def _find_source(indices: Any) -> Any:
     return made
 
 
-def merge_slices(gradients: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Add up slices of the same table row, in the gradients at the indices `places`."""
+def merge_slices(gradients: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    """Merge the slices of the same table row, in the gradients that `indices` selects."""
     return [
-        _merge(gradient) if place in places and isinstance(gradient, tf.IndexedSlices) else gradient
+        _merge(gradient)
+        if place in indices and isinstance(gradient, tf.IndexedSlices)
+        else gradient
         for place, gradient in enumerate(gradients)
     ]
 
@@ -76,7 +78,10 @@ def _merge(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def without_filler(gradient: Any, rows: Any) -> Any:
-    """Remove all slices of a sparse gradient if the device has no rows but a filler row."""
+    """Remove all slices of a sparse gradient if the device computes only a filler row.
+
+    `rows` is the device's row count without the filler row.
+    """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     count = tf.where(rows > 0, tf.shape(gradient.indices, tf.int64)[0], 0)
@@ -94,13 +99,13 @@ def spec_of(tensor: Any) -> Any:
 
 
 def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Replace gradients that are None here but not in another process by zeros.
+    """Replace gradients that are None here, but not in another process, by zeros.
 
-    Otherwise, the processes would all-reduce tensors of different lengths, and hang. Every process
-    has to call this. A gradient that is dense in any process becomes dense in all.
+    Otherwise, the processes would sum tensors of different lengths, and wait for each other
+    forever. A gradient that is dense in any process becomes dense in all. Every process has to call
+    this.
     """
-    # Python code may choose weights by a process's own rows. Without the zeros, processes would sum
-    # tensors of different lengths and wait for each other forever.
+    # Python code may choose weights by a process's own rows.
     sparse = [float(isinstance(each, tf.IndexedSlices)) for each in gradients]
     dense = [
         float(each is not None) - is_sparse
@@ -123,32 +128,32 @@ def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any
 class PassGradient:
     """Adds up one weight's gradient over passes; slices of a sparse gradient are concatenated."""
 
-    def __init__(self, weight: Any, of_one_pass: Any) -> None:
+    def __init__(self, weight: Any, pass_gradient: Any) -> None:
         self._weight = weight
-        self._one = of_one_pass
+        self._one = pass_gradient
 
-    def begin(self, slots: Any) -> Any:
-        """Return an empty gradient to which `slots` passes can be added."""
+    def begin(self, passes: Any) -> Any:
+        """Return an empty gradient, to which `passes` passes can be added."""
         if not isinstance(self._one, tf.IndexedSlices):
             return tf.zeros_like(self._weight)
         return [
             tf.TensorArray(
-                leaf.dtype, slots, infer_shape=False, element_shape=[None, *leaf.shape[1:]]
+                leaf.dtype, passes, infer_shape=False, element_shape=[None, *leaf.shape[1:]]
             )
             for leaf in (self._one.values, self._one.indices)
         ]
 
-    def add(self, before: Any, gradient: Any, slot: Any) -> Any:
-        """Add the gradient of one more pass, and return the result; `slot` is the pass's index."""
+    def add(self, before: Any, gradient: Any, pass_index: Any) -> Any:
+        """Add the gradient of pass `pass_index` to `before`, and return the result."""
         if not isinstance(gradient, tf.IndexedSlices):
             summed = before + gradient
             summed.set_shape(before.shape)  # unknown if an axis of length 1 meets an open one
             return summed
         leaves = gradient.values, gradient.indices
-        return [array.write(slot, leaf) for array, leaf in zip(before, leaves, strict=True)]
+        return [array.write(pass_index, leaf) for array, leaf in zip(before, leaves, strict=True)]
 
     def finish(self, after: Any) -> Any:
-        """Return the gradient of all passes together."""
+        """Return the gradient of all passes, given the result of the last `add`."""
         if not isinstance(self._one, tf.IndexedSlices):
             return after
         values, indices = (array.concat() for array in after)
@@ -181,7 +186,7 @@ class SharedSlices:
     def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
         """Return the gradients with the slices of all processes.
 
-        `sums` has each tensor of `own`, summed over all processes.
+        `sums` has each tensor in `own`, summed over all processes.
         """
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [
@@ -193,7 +198,7 @@ class SharedSlices:
 
 
 class SharedGradients:
-    """Adds up dense and sparse gradients over all processes; a gradient may be None."""
+    """Adds up dense and sparse gradients over all processes; any gradient may be None."""
 
     def __init__(self, gradients: Sequence[Any]) -> None:
         self._count = len(gradients)
@@ -209,7 +214,7 @@ class SharedGradients:
         self._slices: Any = None
 
     def prepare(self, group: Any) -> list[Any]:
-        """Return the tensors of this process that have to be summed over all processes.
+        """Return this process's tensors, which have to be summed over all processes.
 
         Every process has to call this.
         """

@@ -37,18 +37,19 @@ ONE_PROCESS = (
 class Split:
     """Divides the batches of Keras models among devices.
 
-    Create it before the model, then pass the model to `build` or `model`.
+    Create it before the model, and then pass the model to `build` or `model`.
 
     - `plan`: a Plan or its file; None takes the plan of `evener launch`.
     - `gpus`: number of GPUs, or their indices, instead of a plan.
     - `devices`: TensorFlow device names, such as "GPU:0", instead of a plan.
     - `ratios`: relative shares of `gpus` or `devices`; equal by default.
     - `global_batch`: rows of a training step; by default the plan's.
-    - `engine`: "towers" for one process, "multiworker" for a process per device, or "auto",
-      which follows TF_CONFIG.
-    - `strict`: raise PlanError instead of a SplitWarning if the plan is for other conditions.
+    - `engine`: "towers" for one process, "multiworker" for a process per device, or "auto", which
+      chooses by the environment variable TF_CONFIG.
+    - `strict`: raise PlanError instead of a SplitWarning if the plan doesn't fit exactly, for
+      example because it was made for another model.
     - `rebalance`: change the shares during training; needs "multiworker".
-    - `noise`: refused, as only PyTorch measures a noise scale.
+    - `noise`: refused, because a noise scale is measured in PyTorch only.
 
     Raises RequestError, PlanError or DeviceError if the devices can't train as requested.
     """
@@ -90,7 +91,10 @@ class Split:
             self._warn_of_engine(self.plan.layout.engine)
 
     def _check_processes(self) -> None:
-        """Raise an error unless each device has one process or is visible to the only process."""
+        """Raise an error if devices and processes don't match.
+
+        Each device needs a process, or has to be visible to the only process.
+        """
         if self.engine == "multiworker" and len(self.devices) != self.required_group.size:
             raise RequestError(
                 f"TF_CONFIG names {self.required_group.size} processes, the split"
@@ -101,7 +105,7 @@ class Split:
             tf_devices.check_present(self.devices)
 
     def _make_changing_cut(self, rebalance: bool) -> ChangingCut | None:
-        """Return a division of batches that can change in training; None without `rebalance`.
+        """Return a division of batches that can change during training; None without `rebalance`.
 
         Raises RequestError if the engine can't change shares during training.
         """
@@ -125,8 +129,7 @@ class Split:
         return changing
 
     def _warn_of_engine(self, measured: str) -> None:
-        """Warn if the plan was measured with another engine, whose speed may differ."""
-        # The samples/s then differ from the plan's.
+        """Warn if the plan was measured with another engine, so that the samples/s may differ."""
         if self.why == ONE_PROCESS:
             warn(
                 f"{self.why} Expect other samples/s, or start one for each as in docs/training.md."
@@ -145,7 +148,7 @@ class Split:
     def scope(self) -> AbstractContextManager[Any]:
         """Return the context manager in which to create the model and its optimizer.
 
-        It is the first device; with a process for each device, it does nothing.
+        It selects the first device. If there is a process for each device, it does nothing.
         """
         return nullcontext() if self.group else tf.device(self.devices[0])
 
@@ -189,10 +192,10 @@ class Split:
         - `x`: arrays, or a `tf.data.Dataset` that includes labels and weights.
         - `sample_weight`, `class_weight`: as in `Model.fit`.
         - `batch_size`: rows in a batch; by default the global batch.
-        - `shuffle`: use another order of rows in each epoch, from `seed`; the same in all
-          processes.
-        - `lengths`: token count of each padded row. Each device then gets rows of similar
-          length, cut to its longest one.
+        - `shuffle`: use another order of rows in each epoch, which depends on `seed` and is the
+          same in all processes.
+        - `lengths`: token count of each padded row. Each device then gets rows of similar length,
+          cut to its longest one.
 
         Each epoch has every row once, and its last batch may be shorter. A `tf.data.Dataset` may
         have single rows or batches of any size, and keeps its order. Raises RequestError without a
@@ -234,11 +237,10 @@ class Split:
         return x if batch_rows(x) == size else x.rebatch(size)
 
     def _assign_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
-        """Return a dataset with rows assigned to devices by their token counts.
+        """Return a dataset whose rows are assigned to devices by their token counts, `lengths`.
 
         Raises RequestError if the engine can't do that.
         """
-        # `arrays` are the batches of x and its labels. `lengths` are the rows' numbers of tokens.
         # with engine solo, there is nothing to assign
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
             who = "A plan with passes" if self.cut.in_passes else f"engine={self.engine!r}"
@@ -260,7 +262,10 @@ class Split:
 
     @property
     def required_group(self) -> Group:
-        """The processes that train together. Raises RequestError in a single process."""
+        """The processes that train together.
+
+        Raises RequestError if there is only one process.
+        """
         if self.group is None:
             raise RequestError(
                 "engine='multiworker' needs a process for each device.",
@@ -269,7 +274,7 @@ class Split:
         return self.group
 
     def _make_engine(self, model: Any) -> Engine:
-        """Return the engine that runs the steps of a model."""
+        """Return the engine that runs the steps of this model."""
         if self.engine == "solo":
             return Solo(model, self.devices, self.cut)
         if self.engine == "towers":
@@ -295,9 +300,8 @@ class Split:
     ) -> tuple[tuple[str, ...], Cut, int | None]:
         """Return the devices, how batches are divided among them, and the global batch in rows.
 
-        The global batch is None if neither the plan nor the caller names one.
+        The global batch is None if neither the plan nor the caller specifies it.
         """
-        # The global batch is None if neither the plan nor the caller specifies it.
         if self.plan is None:
             chosen = (
                 tf_devices.name_gpus(gpus)
@@ -329,8 +333,8 @@ class Split:
     def _check_against_plan(self, model: Any) -> None:
         """Check that the plan was made for this model, framework and hardware.
 
-        Differences raise PlanError if `strict` is set or the framework is another one, and are
-        warnings otherwise.
+        Differences raise PlanError if `strict` is set, and otherwise lead to warnings. A plan for
+        another framework always raises PlanError.
         """
         plan = self.plan
         if plan is None:
@@ -362,9 +366,11 @@ class Split:
 
 
 def _warn_of_limits(plan: Plan) -> None:
-    """Warn if the plan was measured with limits on devices, such as less memory."""
-    # A limit is, for example, the memory in `gpu:0@24GiB`.
-    # this training has no such limits, so another split may be faster
+    """Warn if the plan was measured with limits on devices, such as less memory.
+
+    This training has no such limits, so other shares may be faster.
+    """
+    # such as the memory in `gpu:0@24GiB`
     limited = ", ".join(
         f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit
     )
@@ -390,10 +396,9 @@ def _check_arguments(engine: str, noise: bool) -> None:
 def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan | None:
     """Return the plan, or None if devices are given instead.
 
-    Raises RequestError unless exactly one source of devices is given, or if ratios come with a
-    plan.
+    Raises RequestError unless exactly one of `plan`, `gpus` and `devices` is given, or if ratios
+    are given with a plan.
     """
-    # Return None if devices are given instead.
     if not isinstance(plan, Plan) and gpus is None and devices is None:
         plan = launched_plan(plan)
     if sum(given is not None for given in (plan, gpus, devices)) != 1:
@@ -413,10 +418,9 @@ def _choose_engine(
 ) -> tuple[str, str]:
     """Return the name of the engine to use, and the reason for the choice.
 
-    `is_whole` is True if one device computes the whole batch at once.
+    `asked` is the requested engine. `is_whole` is True if one device computes each batch in one
+    pass.
     """
-    # `asked` is the requested engine. `is_whole` is True if one device computes each batch in one
-    # pass.
     if asked != "auto":
         return asked, f"engine={asked!r} was requested."
     if group is not None:
@@ -431,9 +435,8 @@ def _choose_engine(
 def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
     """Return a division of batches in which each device may need several passes for its share.
 
-    `micros` are the rows of each device's largest pass.
+    `micros` are the maximum rows of each device's passes.
     """
-    # `micros` has the maximum rows per pass of each device.
     # without passes if each share is a single one
     return Cut(shares, micros=() if micros == shares else micros)
 

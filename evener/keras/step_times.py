@@ -27,7 +27,7 @@ Steps = Callable[[Any], Any]  # Keras' train function, which takes an iterator o
 
 
 class FitStep(NamedTuple):
-    """Seconds that one training step waited for input, computed, and spent between calls."""
+    """Seconds in which a training step waited for input and computed, and seconds between calls."""
 
     input_s: float  # 0 if Keras runs several steps in one call
     work_s: float  # from the arrival of the rows until the call returns
@@ -35,14 +35,14 @@ class FitStep(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """Duration of the step, in seconds."""
+        """Total duration of the step, in seconds."""
         return self.input_s + self.work_s + self.between_s
 
 
 class StepTimes:
-    """Measures the training steps of `fit`, except the first few (warm-up).
+    """Measures the training steps of `fit`, except for the first few (warm-up).
 
-    Validation and saving files count separately.
+    Validation and saving files are measured separately.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,12 @@ class StepTimes:
         self._notes = False  # True if a step's graph records when its rows are available
         self._left_out = WARM_STEPS  # number of remaining warm-up steps
         self._called_s = self._ended_s = 0.0  # Unix times of the last step's call and end
-        self._apart: dict[str, float] = {}  # seconds spent since the last step's end, by activity
+        self._separate: dict[
+            str, float
+        ] = {}  # seconds spent since the last step's end, by activity
 
-    def note_rows(self, data: Any) -> None:
-        """Let the step's graph record when a batch's rows are available."""
+    def record_arrival(self, data: Any) -> None:
+        """Add to the step's graph that it records when the batch's rows are available."""
         self._notes = True
         every = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in every if leaf is not None]
@@ -65,13 +67,15 @@ class StepTimes:
             self._ready.assign(tf.timestamp())
 
     def begin(self) -> None:
-        """Start measuring a new call of `fit`, which begins with warm-up steps."""
+        """Start to measure a new call of `fit`, which begins with warm-up steps."""
         self._left_out = WARM_STEPS
         self._ended_s = 0.0
 
-    def around_call(self, run: Steps) -> Steps:
-        """Wrap the train function to record when Keras calls it, before evener's own checks."""
-        # so these checks don't count as callbacks
+    def wrap_call(self, run: Steps) -> Steps:
+        """Wrap the train function, to record when Keras calls it, before evener's own checks.
+
+        So these checks don't count as callbacks.
+        """
 
         def run_called(batches: Any) -> Any:
             self._called_s = time.time()
@@ -79,8 +83,11 @@ class StepTimes:
 
         return run_called
 
-    def around_steps(self, run: Steps, steps: Callable[[], int]) -> Steps:
-        """Wrap the train function to measure its steps; `steps()` is how many it runs per call."""
+    def wrap_steps(self, run: Steps, steps: Callable[[], int]) -> Steps:
+        """Wrap the train function, to measure its steps.
+
+        `steps` returns how many steps the function runs per call.
+        """
 
         def run_timed(batches: Any) -> Any:
             began_s = time.time()
@@ -91,7 +98,7 @@ class StepTimes:
         return run_timed
 
     @contextmanager
-    def apart(self, name: str) -> Iterator[None]:
+    def time_separately(self, name: str) -> Iterator[None]:
         """Context manager whose duration counts as `name` instead of as part of a step.
 
         `name` is "validation" or "files".
@@ -100,11 +107,11 @@ class StepTimes:
         try:
             yield
         finally:
-            self._apart[name] = self._apart.get(name, 0.0) + time.time() - began_s
+            self._separate[name] = self._separate.get(name, 0.0) + time.time() - began_s
 
     def _note(self, began_s: float, ended_s: float, steps: int) -> None:
         before_s, self._ended_s = self._ended_s, ended_s
-        apart, self._apart = self._apart, {}
+        separate, self._separate = self._separate, {}
         if not before_s:
             return
         if self._left_out:
@@ -113,7 +120,7 @@ class StepTimes:
         ready_s = float(self._ready.numpy()) if steps == 1 else 0.0
         input_s = min(max(0.0, ready_s - began_s), ended_s - began_s)
         work_s = ended_s - began_s - input_s
-        validation_s, files_s = apart.get("validation", 0.0), apart.get("files", 0.0)
+        validation_s, files_s = separate.get("validation", 0.0), separate.get("files", 0.0)
         between_s = max(0.0, self._called_s - before_s - validation_s - files_s)
         self.kept.append(FitStep(input_s / steps, work_s / steps, between_s / steps))
         step = StepSums(
@@ -128,8 +135,8 @@ class StepTimes:
         self.sums.add(astuple(step), whole_s)
 
     def read_input_s(self) -> float | None:
-        """Return the total time spent waiting for input, in seconds; None if unknown."""
-        # nor with passes in engine multiworker
+        """Return the total time that steps have waited for input, in seconds; None if unknown."""
+        # it is unknown with passes in engine multiworker
         return self.sums.whole.input_s if self._notes else None
 
     def medians(self) -> FitStep:

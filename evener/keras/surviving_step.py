@@ -1,7 +1,7 @@
 """A training step that continues if memory runs out in a gradient-accumulation pass.
 
-The step has two graphs. The first runs the passes. The second sums over the processes and updates
-the weights.
+The step has two graphs. The first runs the passes. The second sums the results over the processes,
+and updates the weights.
 
 If memory runs out in the first graph, variables are restored, and the graph runs again with more
 passes. Meanwhile, the other processes wait in the all-reduces of the second graph.
@@ -31,7 +31,7 @@ TOO_LONG = "larger than max"  # gRPC reports messages that are too long as Resou
 class SurvivingStep:
     """Training step that computes this process's rows in passes, and retries if memory runs out.
 
-    `limit` holds the maximum rows per pass, which is halved for a retry; with None, an error is
+    `limit` has the maximum rows per pass, which is halved for a retry. If it is None, an error is
     raised at once. `report_retry` is called for each retry.
     """
 
@@ -51,7 +51,7 @@ class SurvivingStep:
         self._reached: list[int] = []  # indices of the trainable weights with a gradient
 
     def __call__(self, batches: Any) -> Any:
-        """Train on the next batch and return the logs.
+        """Train on the next batch, and return the logs.
 
         Raises DeviceError if memory runs out in the weight update, or 20 times in a row with the
         smallest passes.
@@ -77,8 +77,10 @@ class SurvivingStep:
             ) from None
 
     def _run_with_retries(self, data: Tensors, before: list[Any]) -> Any:
-        """Run the passes; if memory runs out, restore the variables and try smaller passes."""
-        # `before` has the states' values before the step, which are restored for a retry.
+        """Run the passes; if memory runs out, restore the variables and try smaller passes.
+
+        `before` has the variables' values from before the step.
+        """
         cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
         size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
         most = (cut.micros or cut.weights)[rank]
@@ -106,9 +108,10 @@ class SurvivingStep:
         self._report_retry(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
 
     def _trace_graphs(self, spec: Any, data: Tensors) -> None:
-        """Trace both graphs of the step for this type of batch, unless they are traced already."""
-        # They may already be traced for that type. If `spec` is None, the type of the batch `data`
-        # is used, with any number of rows.
+        """Trace both graphs of the step for this type of batch, unless they are already traced.
+
+        If `spec` is None, the type of the batch `data` is used, with any number of rows.
+        """
         spec = tf.nest.map_structure(open_rows, data) if spec is None else spec
         if spec == self._spec:
             return
@@ -125,8 +128,8 @@ class SurvivingStep:
         )
         self._spec = spec
 
-    def as_one(self, data: Tensors) -> dict[str, Any]:
-        """Run passes and weight update within a graph that is being traced, without retries."""
+    def run_in_graph(self, data: Tensors) -> dict[str, Any]:
+        """Run passes and weight update in a graph that is being traced, without retries."""
         self._states = list_states(self._engine.model)
         before = [tf.convert_to_tensor(state) for state in self._states]
         own = self._engine.own_rows(data)
@@ -170,7 +173,7 @@ class SurvivingStep:
 
 
 def list_states(model: Any) -> list[Any]:
-    """Return the variables that a training step may change, other than weights."""
+    """Return the variables that a training step may change, except for weights."""
     every = [
         *model.non_trainable_variables,
         *model.metrics_variables,
@@ -189,7 +192,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_memory(device: str) -> str:
-    """Return a phrase for error messages: how much memory the training holds on the device."""
+    """Return a phrase for error messages that says how much of the device's memory is used."""
     if not device.startswith("GPU"):
         return "the memory of this machine's CPU"
     held = tf.config.experimental.get_memory_info(device)

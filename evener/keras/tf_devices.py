@@ -1,4 +1,4 @@
-"""Translates names of devices between TensorFlow, the driver, the plan and the user."""
+"""Translates device names between TensorFlow, the driver, the plan and the user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import tensorflow as tf
 def name_plan_devices(plan: Plan) -> tuple[str, ...]:
     """Return TensorFlow's names of the plan's devices.
 
-    If they aren't all GPUs, logical CPUs are created. Raises DeviceError if a GPU isn't visible.
+    Unless all of them are GPUs, logical CPUs are created and named instead. Raises DeviceError if a
+    GPU isn't visible.
     """
     active = plan.layout.active
     if all(share.on_gpu for share in active):
@@ -29,9 +30,9 @@ def name_plan_devices(plan: Plan) -> tuple[str, ...]:
 
 
 def name_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
-    """Return the names of GPUs, such as "GPU:0", from a number or a list of indices.
+    """Return the names of GPUs, such as "GPU:0", for a number of GPUs or a list of indices.
 
-    Raises RequestError if there are none. A number stands for the first GPUs.
+    A number stands for the first GPUs. Raises RequestError if there are none.
     """
     numbers = list(range(gpus)) if isinstance(gpus, int) else list(gpus)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
@@ -58,7 +59,10 @@ def name_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_present(names: Sequence[str]) -> None:
-    """Raise DeviceError if TensorFlow lacks a device, RequestError if one is named twice."""
+    """Raise DeviceError if TensorFlow doesn't see one of the devices.
+
+    Raises RequestError if a device is named twice.
+    """
     if len(set(names)) != len(names):
         raise RequestError(f"{', '.join(names)} names a device twice.", "Name each device once.")
     present = [short_name(device.name) for device in tf.config.list_logical_devices()]
@@ -96,14 +100,14 @@ def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """Shorten TensorFlow's name of a device, "/job:localhost/device:GPU:0", to "GPU:0"."""
+    """Shorten TensorFlow's name of a device, "/job:localhost/device:GPU:0", to the form "GPU:0"."""
     return name.rpartition("/")[2].removeprefix("device:").removeprefix("DEVICE:")
 
 
 def driver_name(name: str) -> str | int:
     """Return the driver's index or UUID of a GPU, given TensorFlow's name, such as "GPU:0".
 
-    For "CPU:0" it is "cpu:0".
+    For "CPU:0", the result is "cpu:0".
     """
     kind, _, number = name.partition(":")
     if kind != "GPU":
@@ -114,7 +118,7 @@ def driver_name(name: str) -> str | int:
 
 
 def make_logical_cpus(count: int) -> None:
-    """Divide TensorFlow's CPU into `count` logical devices, unless it is divided already.
+    """Divide TensorFlow's CPU into `count` logical devices, unless it is already divided.
 
     Raises DeviceError if TensorFlow has started. Does nothing if `count` is below 2.
     """
@@ -139,9 +143,11 @@ def _visible_gpus() -> list[str] | None:
 
 
 def _index_among_visible(share: Share, visible: list[str] | None) -> int:
-    """Return TensorFlow's index of the share's GPU. Raises DeviceError if it isn't visible."""
-    # The index is the GPU's position among the visible GPUs. `visible` has the entries of
-    # CUDA_VISIBLE_DEVICES; None if all GPUs are visible.
+    """Return TensorFlow's index of the share's GPU: its position among the visible GPUs.
+
+    `visible` has the entries of CUDA_VISIBLE_DEVICES, or is None if all GPUs are visible. Raises
+    DeviceError if the GPU isn't visible.
+    """
     if visible is None:
         return share.index
     for position, entry in enumerate(visible):

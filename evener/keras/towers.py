@@ -1,4 +1,4 @@
-"""The engine `towers`: one process and one graph train a model on several devices.
+"""The engine `towers`: one process trains a model on several devices, in one graph.
 
 Each device runs the model on its own rows, with a copy of the weights (a tower). The first device
 gets all outputs, and computes the loss and the metrics of the whole batch. Each device then gets
@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from ..errors import RequestError
-from .attributes import CallTensors, Leaves, PlainVariables, join_leaves
+from .attributes import CallTensors, Leaves, PlainVariables, join_tensors
 from .compatibility import check_step, check_towers
 from .data import AssignedArrays, cut_pieces, pad_steps
 from .engine import OneProcess
@@ -27,11 +27,11 @@ from .keras_step import (
     Tensors,
     apply_gradients,
     call_on_copies,
+    compute_keras_loss,
     count_rows,
     cut_rows,
     join_rows,
     logits_of,
-    loss_with,
     scale_loss,
     take_rows,
     update_metrics,
@@ -42,7 +42,7 @@ from .sparse_gradients import merge_slices
 
 
 class Tower(NamedTuple):
-    """Forward pass of the model on one device's rows."""
+    """Forward pass of the model on the rows of one device."""
 
     outputs: Tensors
     losses: list[Any]  # losses from activity regularizers and add_loss
@@ -54,9 +54,9 @@ class Tower(NamedTuple):
     attributes: Leaves  # tensors that the call stored in attributes
 
     def heads(self) -> list[Any]:
-        """Return this device's tensors from which the batch's loss is computed.
+        """Return the tensors of this device from which the batch's loss is computed.
 
-        The loss's gradients for them are sent back to the device.
+        The gradients of the loss for them are sent back to the device.
         """
         logits = [logits_of(leaf) for leaf in keras.tree.flatten(self.outputs)]
         every = [
@@ -87,8 +87,8 @@ class Towers(OneProcess):
         check_towers(self.model)
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Train on a batch and return the logs."""
-        assigned, (x, y, weight) = _open(data)
+        """Train on a batch, and return the logs."""
+        assigned, (x, y, weight) = _unpack_batch(data)
         if self.cut.in_passes:
             return self._train_in_passes(x, y, weight)
         return self.train_on_pieces(self.pieces(x, assigned), count_rows(x), x, y, weight, assigned)
@@ -112,7 +112,7 @@ class Towers(OneProcess):
             parts = [tf.cast(size, tf.float64) / tf.cast(rows, tf.float64) for _, size in pieces]
             assign_updates([(part, each.updates) for part, each in zip(parts, sums, strict=True)])
             every = zip(*(each.gradients for each in sums), strict=True)
-            self._apply([_sum(each) for each in every])
+            self._apply([_sum_gradients(each) for each in every])
             loss = tf.add_n([each.loss for each in sums])
             return update_metrics(
                 model, loss, rows, x, y, join_rows([each.outputs for each in sums]), weight
@@ -127,10 +127,11 @@ class Towers(OneProcess):
         weight: Any,
         assigned: AssignedArrays | None = None,
     ) -> dict[str, Any]:
-        """Train on a batch that has been cut into the devices' parts, and return the logs.
+        """Train on a batch that was cut into the devices' parts, and return the logs.
 
         `pieces` are pairs of a device's inputs and their row count; `rows`, `x`, `y` and `weight`
-        are the whole batch. `assigned` says how rows were assigned by length, or is None.
+        belong to the whole batch. `assigned` says how rows were assigned to devices by length, or
+        is None.
         """
         model, left = self.model, CallTensors(self.model)
         towers = self._run(pieces, rows, True, left)
@@ -139,29 +140,29 @@ class Towers(OneProcess):
                 for tower in towers:
                     tape.watch(tower.heads())
                 outputs = _join_outputs(towers, x, assigned)
-                left.put(self._join_attributes(towers, x, assigned, training=True))
+                left.write(self._join_attributes(towers, x, assigned, training=True))
                 loss = self._whole_loss(x, y, outputs, weight, towers, training=True)
                 scaled = scale_loss(model, loss)
             self._apply(self._gradients(tape, scaled, towers) if model.trainable_weights else [])
             return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Evaluate a batch and return the logs."""
-        assigned, (x, y, weight) = _open(data)
+        """Evaluate a batch, and return the logs."""
+        assigned, (x, y, weight) = _unpack_batch(data)
         rows, left = count_rows(x), CallTensors(self.model)
         towers = self._run(self.pieces(x, assigned), rows, False, left)
         with tf.device(self.devices[0]):
             outputs = _join_outputs(towers, x, assigned)
-            left.put(self._join_attributes(towers, x, assigned, training=False))
+            left.write(self._join_attributes(towers, x, assigned, training=False))
             loss = self._whole_loss(x, y, outputs, weight, towers, training=False)
             return update_metrics(self.model, loss, rows, x, y, outputs, weight)
 
     def predict_step(self, data: Tensors) -> Tensors:
-        """Return the outputs of a batch.
+        """Compute and return the outputs of a batch.
 
-        Raises RequestError if its rows are assigned by length.
+        Raises RequestError if its rows are assigned to devices by length.
         """
-        assigned, (x, _, _) = _open(data)
+        assigned, (x, _, _) = _unpack_batch(data)
         if assigned is not None:
             raise RequestError(
                 "Rows assigned by length come in the order of the devices, not in that of the "
@@ -176,9 +177,9 @@ class Towers(OneProcess):
     def pieces(
         self, x: Tensors, assigned: AssignedArrays | None = None
     ) -> list[tuple[Tensors, Any]]:
-        """Cut a batch's inputs into the devices' parts; return pairs of inputs and row count.
+        """Cut a batch's inputs into the devices' parts, and return each with its row count.
 
-        `assigned` says how rows were assigned by length, or is None.
+        `assigned` says how rows were assigned to devices by length, or is None.
         """
         # cut on the host, so that only a device's own rows are sent to it
         if assigned is not None:
@@ -200,7 +201,7 @@ class Towers(OneProcess):
                 left.restore()
                 variables.restore()
             with tf.device(device):
-                starts = states.starts(number, apart=False)
+                starts = states.starts(number, resets_metrics=False)
                 tower = self._run_on_device(part, size, rows, training, states, starts)
                 towers.append(tower._replace(attributes=left.collect()))
         with tf.device(self.devices[0]):
@@ -216,10 +217,11 @@ class Towers(OneProcess):
         states: StepStates,
         starts: list[Any],
     ) -> Tower:
-        """Run the model's forward pass on the rows of one device."""
-        # `part` has these rows, and `size` is their number without filler rows. `rows` is the
-        # number of rows of the whole batch. `starts` has the states with their values before the
-        # call.
+        """Run the model's forward pass on the rows of one device.
+
+        `part` has these rows, and `size` is their number without filler rows. `rows` is the row
+        count of the whole batch. `starts` has the variables with their values before the call.
+        """
         model = self.model
         copies = [tf.identity(variable) for variable in model.trainable_variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -234,19 +236,23 @@ class Towers(OneProcess):
     def _join_attributes(
         self, towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None, training: bool
     ) -> Leaves:
-        """Join the tensors that the model's call stored in attributes on each device."""
-        # The rows are in the order of x.
+        """Join the tensors that the model's call has stored in attributes on each device.
+
+        Their rows are in the order of `x`.
+        """
         every = [tower.attributes for tower in towers]
         sizes, parts = [tower.size for tower in towers], [tower.part for tower in towers]
         kinds = self.kinds[training].attributes
         pad = (lambda leaf: leaf) if assigned is None else (lambda leaf: pad_steps(leaf, x))
-        return join_leaves(every, sizes, parts, kinds, pad)
+        return join_tensors(every, sizes, parts, kinds, pad)
 
     def _whole_loss(
         self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool
     ) -> Any:
-        """Return the loss of the whole batch, given the outputs of all devices."""
-        # It includes the losses that layers added. `outputs` are the joined outputs of all towers.
+        """Return the loss of the whole batch, including losses that layers add.
+
+        `outputs` are the joined outputs of all devices.
+        """
         model, found = self.model, self.kinds[training]
         added = [
             tf.add_n(
@@ -257,7 +263,7 @@ class Towers(OneProcess):
             )
             for place, own in enumerate(zip(*(tower.losses for tower in towers), strict=True))
         ]
-        return loss_with(
+        return compute_keras_loss(
             model, [*added, *model.losses] if added else [], x, y, outputs, weight, training
         )
 
@@ -280,15 +286,14 @@ class Towers(OneProcess):
                 if reached:
                     targets, flow = map(list, zip(*reached, strict=True))
                     parts.append(tower.tape.gradient(targets, tower.copies, output_gradients=flow))
-        return [_sum(each) for each in zip(*parts, strict=True)]
+        return [_sum_gradients(each) for each in zip(*parts, strict=True)]
 
 
-def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
-    """Return a batch as (inputs, labels, weights) and the assignment of its rows by length.
+def _unpack_batch(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
+    """Return how a batch's rows were assigned to devices by length, and (inputs, labels, weights).
 
-    The assignment is None if rows aren't assigned by length.
+    The first item is None if rows weren't assigned by length.
     """
-    # None unless rows are assigned by length
     assigned = data if isinstance(data, AssignedArrays) else None
     return assigned, keras.utils.unpack_x_y_sample_weight(
         data if assigned is None else assigned.data
@@ -296,11 +301,10 @@ def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
 
 
 def _join_outputs(towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None) -> Tensors:
-    """Concatenate the outputs of all devices; outputs cut by length are padded first.
+    """Concatenate the outputs of all devices; outputs that were cut by length are padded before.
 
     Raises RequestError if padding would count in losses that layers add.
     """
-    # the layers' losses would count padding
     if assigned is None:
         return join_rows([tower.outputs for tower in towers])
     if any(tower.losses for tower in towers):
@@ -319,12 +323,12 @@ def _floats(outputs: Tensors) -> list[Any]:
     ]
 
 
-def _sum(gradients: Sequence[Any]) -> Any:
-    """Return the sum of the devices' gradients of one weight; None counts as zero.
+def _sum_gradients(gradients: Sequence[Any]) -> Any:
+    """Return the sum of all devices' gradients for one weight; None counts as zero.
 
-    Sparse gradients are concatenated. The result is None if all gradients are None.
+    Sparse gradients are concatenated, as in TensorFlow. The result is None if all gradients are
+    None.
     """
-    # sparse gradients are concatenated, as in TensorFlow
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return None

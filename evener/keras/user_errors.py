@@ -1,4 +1,4 @@
-"""Extracts the user's line and the relevant message from an error of Keras or TensorFlow."""
+"""Finds the user's line and the relevant message in an error of Keras or TensorFlow."""
 
 from __future__ import annotations
 
