@@ -295,7 +295,7 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the last batch's row count if ranks have other fractions of it than of full batches.
+        """Return the last batch's row count if ranks have other fractions of it than usual.
 
         Otherwise the result is None. If the fractions may differ in every step, it is an object
         that equals no other object.
