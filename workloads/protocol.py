@@ -116,7 +116,10 @@ class Workload(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Train for one step, and return possibly before the device has finished."""
+        """Train for one step.
+
+        The device may still be computing when this returns.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -141,7 +144,7 @@ class Workload(ABC):
         return None
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of waiting for input and of the optimizer since the previous call.
+        """Return how long steps waited for input and ran the optimizer since the previous call.
 
         It is only called when the devices have finished all steps.
         """

@@ -73,7 +73,7 @@ class UserModule(NamedTuple):
 def entry(name: str, framework: str) -> Entry:
     """Return a registry entry for the user's function, which is named as `train.py:build`.
 
-    A name in a module, such as `package.module:build`, works too. The file is parsed, but not run.
+    It may also be in a module, as in `package.module:build`. The file is parsed, but not run.
     Raises `RequestError` if the name is malformed or the function doesn't exist, and
     `UserCodeError` for a syntax error.
     """

@@ -707,7 +707,7 @@ def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, .
             list_samples(wished.layout),
             list_samples(instead.layout),
         )
-        for wished, instead in report.retreats
+        for wished, instead in report.replaced_layouts
     )
 
 

@@ -27,9 +27,9 @@ from .time_left import (
     EXPLORES,
     FEWEST_STEPS,
     LATER_TURNS_END_BY,
-    LONE_STEPS,
     LONGEST_PROBE_SECONDS,
     SHORTEST_PROBE_SECONDS,
+    STEPS_TO_TIME_ONE,
     SURPRISE,
     TimeLeft,
     first_step_overhead,
@@ -42,13 +42,13 @@ BASE_SECONDS: dict[Stage, float] = {  # duration of a probe whose steps are quic
 }  # fmt: skip
 # number of slow steps that a probe should have time for: fewer tell little about their noise
 STEPS_A_PROBE = 12
-# consecutive warm-up steps that must agree before steps are timed; a lone step has none
+# consecutive warm-up steps that must agree before steps are timed; a single step has none
 WARM_UP_STEPS = 2
 PRICE = 0.05  # relative gain for which a probe may take all of the remaining time
 # fraction of the budget in which packs may grow: knobs follow, which start child processes
 GROWS = 0.65
 # fraction of the remaining time: a race probe that needs more than this to show its noise times a
-# lone step
+# single step
 CERTAIN_TURN = 0.5
 
 
@@ -59,25 +59,25 @@ class Budget:
         self,
         problem: Problem,
         options: LayoutOptions,
-        seen: Observations,
+        observations: Observations,
         machine: MachineModel | None = None,
         race_is_over: bool = False,
     ) -> None:
         """Read the time spent so far, and what probes usually cost, from the observations.
 
-        - `seen`: all observations of the search so far.
+        - `observations`: all observations of the search so far.
         - `machine`: the model that predicts step times of layouts that haven't run yet. If it is
           None, they are estimated from the speeds of single devices.
         - `race_is_over`: whether the final comparison has ended. All remaining time may then be
           used for further probes.
         """
         self._options = options
-        self._seen = seen
+        self._seen = observations
         self.race_is_over = race_is_over
         self._machine = machine
-        self._timed = seen.timed()
-        self.starts = StartTimes(seen, problem.all_together)
-        self.time = TimeLeft(problem, options, seen)
+        self._timed = observations.timed()
+        self.starts = StartTimes(observations, problem.all_together)
+        self.time = TimeLeft(problem, options, observations)
         self.seconds = self.time.seconds
         # without a budget, or after the race: used to ask whether a finished search would go on
         self._endless = race_is_over and math.isinf(self.seconds)
@@ -114,7 +114,7 @@ class Budget:
         probes = SURPRISE if stage in EXPLORATION else max(1, probes_left)
         part = 1 / SURPRISE if stage in EXPLORATION else CERTAIN_TURN
         # a check always has two steps, because it confirms the winner's samples/s
-        if stage != Stage.CHECK and self.time.takes_lone_steps(step, part):
+        if stage != Stage.CHECK and self.time.times_single_step(step, part):
             return min(SHORTEST_PROBE_SECONDS, round(step / 2, 3))
         each = (
             left / probes
@@ -134,8 +134,8 @@ class Budget:
     ) -> bool:
         """Whether the shortest useful probe of a layout can finish before a stage's deadline.
 
-        - `deadline_stage`: the stage whose deadline counts, which may be later than that of the
-          probe's own stage if there would be no result without the probe.
+        - `deadline_stage`: the stage whose deadline counts. It may be later than the probe's own
+          stage, if there would be no result without this probe.
         - `step_seconds`: the expected step time. If it is None, it is measured or predicted.
         - `turn`: the probe's round of the final comparison. Rounds after the first have to end
           earlier.
@@ -172,7 +172,7 @@ class Budget:
         - `step_seconds`: the expected step time; 0 if unknown.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
-        if self.time.takes_lone_steps(step_seconds):
+        if self.time.times_single_step(step_seconds):
             return seconds + reserved <= left
         part = EXPLORES / 2 if reserved else EXPLORES
         return seconds + reserved <= left and seconds <= part * left
@@ -205,14 +205,16 @@ class Budget:
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)
         measured = max(SHORTEST_PROBE_SECONDS, fewest * step)
-        lone = fewest == LONE_STEPS
+        single_step = fewest == STEPS_TO_TIME_ONE
         overhead = (
-            self._lone_overhead(layout, step) if lone else self._warm_up_seconds(layout, step)
+            self._first_step_overhead(layout, step)
+            if single_step
+            else self._warm_up_seconds(layout, step)
         )
         return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """Return how many more times there is time to measure each of these layouts once.
+        """Return how many rounds, with one probe of each layout, fit in the remaining time.
 
         The number may be fractional. It is infinite without a budget, and 0 without layouts.
         """
@@ -269,14 +271,14 @@ class Budget:
             measured, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds
         )
 
-    def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
+    def _first_step_overhead(self, layout: Layout, step_seconds: float) -> float:
         """Return how many seconds longer the first step of a layout takes than a later one.
 
         This is the overhead of a probe that has no warm-up because it times a single step.
         """
         own = [first_step_overhead(timed) for timed in self._seen.timed_in(layout)]
         # if the layout was never measured
-        typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds
+        typical = self.time.first_step_overhead_seconds + self.time.tuning_steps * step_seconds
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:

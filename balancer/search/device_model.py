@@ -40,7 +40,7 @@ STRIDE = 32
 
 
 class DeviceModel:
-    """Predicts a device's step time for any number of rows, and how many rows it can take."""
+    """Predicts a device's step time for any number of rows, and how many rows fit in it."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """Measured step times of this device in its own process, without gradient exchange."""
+        """Measured step times of this device, without gradient exchange."""
         return self.evidence.solo_points(self._among)
 
     @cached_property
     def group_points(self) -> tuple[Point, ...]:
-        """Measurements as in `points`, of this device and all that are equally fast."""
+        """Measured step times of this and all equally fast devices, without gradient exchange."""
         return tuple(point for one in self._group for point in one.solo_points(self._among))
 
     @cached_property
@@ -110,7 +110,7 @@ class DeviceModel:
         return lower_bound_curve(self.group_points, self.solo_curve)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
-        """Return how many seconds the device takes for its share of a layout, by a given curve."""
+        """Return how many seconds the device takes for its share of a layout, read from a curve."""
         share = layout.shares[self.position]
         return step_in_passes(curve, share, layout.passes(self.position), self.extra_seconds)
 
@@ -137,7 +137,7 @@ class DeviceModel:
     def certain_rows(self) -> int:
         """The most rows of one pass that are sure to fit in memory.
 
-        As many rows ran, or slightly fewer did and left plenty of memory free.
+        They ran, or they are slightly more than the rows that ran with plenty of memory left.
         """
         return self.memory.largest_safe(self.requested_rows, self.quantum)
 
@@ -190,7 +190,7 @@ class DeviceModel:
         return max(int(growth * self.memory.largest_ran) // self.quantum, 1) * self.quantum
 
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
-        """Return how many times larger than the largest batch that ran the next one may be.
+        """Return the factor by which the next batch may exceed the largest batch that ran.
 
         Infinite if the curve rises, because it then predicts the time of larger batches. Otherwise,
         time may grow in proportion to the batch from there on, so the time left limits the factor.
@@ -330,15 +330,15 @@ class DeviceModel:
         return -(-share // passes)
 
 
-def find_largest_in_one_pass(curve: Curve, rows: int, limit: int, extra: float) -> int:
+def find_largest_in_one_pass(curve: Curve, rows: int, limit: int, pass_overhead: float) -> int:
     """Return the largest number of rows that two passes don't compute faster than one.
 
-    It is between `rows` and `limit`. `extra` is the overhead of a second pass, in seconds.
+    It is between `rows` and `limit`. `pass_overhead` is the overhead of a second pass, in seconds.
     """
     shares = range(rows, max(rows, limit))
 
     def two_are_faster(share: int) -> bool:
-        return curve.seconds(share) > step_in_passes(curve, share, 2, extra)
+        return curve.seconds(share) > step_in_passes(curve, share, 2, pass_overhead)
 
     first = bisect_left(shares, True, key=two_are_faster)
     return shares[first] if first < len(shares) else max(rows, limit)

@@ -50,10 +50,12 @@ class Evaluation:
     An evaluation never changes. After each new observation, a new one is made from scratch.
     """
 
-    def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
+    def __init__(
+        self, problem: Problem, options: LayoutOptions, observations: Observations
+    ) -> None:
         self.problem = problem
         self.options = options
-        self._seen = seen
+        self._seen = observations
 
     # ------------------------------------------------------------------ what comes next
 
@@ -79,7 +81,7 @@ class Evaluation:
             yield self._explore(self.budget)
         if self.sharding is not None:
             yield self.sharding.next_probes()
-        if self._why_none and not self.race.running:
+        if self._why_impossible and not self.race.running:
             return
         yield self.race.next_probes()
         if self.problem.budget_seconds is not None:
@@ -111,7 +113,7 @@ class Evaluation:
 
         Empty if none is worth its time, or if no layout can work at all.
         """
-        if self._why_none:
+        if self._why_impossible:
             return ()
         return explore(self.policy, budget, self.options.with_splits)
 
@@ -150,14 +152,14 @@ class Evaluation:
         return None if self.next_probes else self._why_over()
 
     @cached_property
-    def _why_none(self) -> End | None:
-        """Why no layout can work, for example because no device is usable; None if one may work."""
-        return self.policy.why_none() if self.model.live else explain_no_device(self.model)
+    def _why_impossible(self) -> End | None:
+        """The reason why no layout can work, such as no usable device; None if one may work."""
+        return self.policy.why_impossible() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
         """Return why the search has no more probes to run."""
-        if self._why_none and not self.race.running:
-            return self._why_none
+        if self._why_impossible and not self.race.running:
+            return self._why_impossible
         if not self.race.ranking:
             spent = self._seen.in_stage(Stage.SPLIT) or self.model.holds_batch
             return End(Stop.BUDGET if spent else Stop.NO_FIT)
@@ -349,14 +351,14 @@ class Evaluation:
         interval = throughput(turns)
         if not all(turn.is_single_step for turn in turns.values()):
             return interval
-        return widen(interval, self._lone_error / math.sqrt(len(turns)))
+        return widen(interval, self._single_step_error / math.sqrt(len(turns)))
 
     @cached_property
-    def _lone_error(self) -> float:
+    def _single_step_error(self) -> float:
         """The typical relative error of a probe that timed a single step."""
-        lone = [timed for timed in self._seen.timed() if timed.is_single_step]
+        single_steps = [timed for timed in self._seen.timed() if timed.is_single_step]
         return typical_single_step_error(
-            [(one.first_step_seconds, one.step_seconds) for one in lone]
+            [(one.first_step_seconds, one.step_seconds) for one in single_steps]
         )
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
@@ -399,7 +401,7 @@ class Evaluation:
             turns={layout: self.turns(layout) for layout in layouts},
             others_idle=frozenset(layout for layout in layouts if self._seen.turns(layout)),
             failed=tuple(self.offers.list_failed()),
-            retreats=self._replaced_layouts,
+            replaced_layouts=self._replaced_layouts,
             unmeasured=race.unmeasured,
             ungrown=self._growing_packs,
             packings=tuple(
@@ -458,7 +460,7 @@ class Evaluation:
     @property
     def _replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
         """Layouts that ran out of memory, each with the smaller layout that ran instead."""
-        pairs = self.offers.retreats
+        pairs = self.offers.replaced_layouts
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
     @property
@@ -502,7 +504,7 @@ class Evaluation:
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return the compute time by rows and the maximum rows of each device in a layout."""
+        """Return each device's curve of compute time and its maximum rows in a layout."""
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)
 

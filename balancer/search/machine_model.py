@@ -101,15 +101,15 @@ class MachineModel:
     # True: devices take rows in the order of the data, so packs and placements are possible
     by_rows = True
 
-    def __init__(self, problem: Problem, seen: Observations, time: TimeLeft) -> None:
+    def __init__(self, problem: Problem, observations: Observations, time: TimeLeft) -> None:
         self.problem = problem
-        self.seen = seen
+        self.seen = observations
         self.time = time
         self.quantum = problem.multiple_of
         # least number of devices in a split
         self.fewest = problem.devices if problem.all_together else 2
         self.hosts = problem.hosts or (0,) * problem.devices
-        evidence = with_drift([read_device(seen, i) for i in range(problem.devices)])
+        evidence = with_drift([read_device(observations, i) for i in range(problem.devices)])
         self.groups = group_devices(evidence, problem.limits)
         groups = sorted((i, group) for group in self.groups for i in group)
         self.devices = tuple(DeviceModel(i, problem, time, evidence, group) for i, group in groups)
@@ -266,9 +266,9 @@ class MachineModel:
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
-        """Compute time by rows of each usable device while the other devices compute too.
+        """Curve of compute time of each usable device while the other devices compute too.
 
-        Each curve comes with the most rows of one pass.
+        Each comes with the most rows of one pass.
         """
         found = []
         for position in self.live:

@@ -227,7 +227,7 @@ class Observations:
         return next((one for one in own if not isinstance(one, Timed)), None)
 
     def sharded_failures(self) -> list[OutOfMemory]:
-        """Return when sharded layouts ran out of memory in the final comparison or later.
+        """Return how sharded layouts ran out of memory in the final comparison or later.
 
         The elapsed seconds of these observations are set to 0, because that time doesn't belong to
         the search for sharded layouts.

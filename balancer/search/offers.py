@@ -42,7 +42,7 @@ class Offers:
         return tuple(kept.values())
 
     @cached_property
-    def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
+    def replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
         """Layouts that ran out of memory, each with the smaller one that replaces it."""
         pairs = [
             (candidate, self._replace_if_out_of_memory(candidate))

@@ -100,11 +100,11 @@ class Packing:
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
-            if not self._may_retreat(size, tries):
+            if not self._may_shrink(size, tries):
                 rates[size] = max(timed, default=0.0)
         return rates
 
-    def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
+    def _may_shrink(self, size: int, tries: Sequence[Observation]) -> bool:
         """Whether jobs that ran out of memory should be tried again with a smaller batch.
 
         `tries` are all observations of that number of jobs (`size`).

@@ -128,7 +128,7 @@ class Predictions:
 
     @cached_property
     def _trusted_devices(self) -> tuple[DeviceCurve, ...]:
-        """Compute time by rows of each device, up to the most rows for which it is reliable."""
+        """Each device's curve of compute time, limited to the rows for which it is reliable."""
         found = []
         for curve in self.machine.split_curves:
             limit = self.machine.devices[curve.position].trusted_rows(curve.curve, curve.limit)
@@ -146,7 +146,7 @@ class Predictions:
     def best_single_rate(self) -> float:
         """The highest samples/s of a single device while the other devices are idle.
 
-        They are predicted for devices that weren't measured so.
+        For devices that weren't measured in this way, they are predicted.
         """
         found = [
             self.machine.others_idle.get(i) or self.single(i)
@@ -171,7 +171,7 @@ class Predictions:
     def within(self, fraction: float) -> Allocation | None:
         """Return the allocation with the smallest batch that is predicted to be fast enough.
 
-        That is a batch at most `fraction` times the tolerance slower than the fastest. None if a
+        It may be slower than the fastest by at most `fraction` times the tolerance. None if a
         global batch was requested or the tolerance is 0.
         """
         problem = self.problem

@@ -187,8 +187,8 @@ def undecided(
 ) -> tuple[list[Candidate], bool]:
     """Return the layouts to measure again to find the fastest, and whether others are tied.
 
-    - To be measured again are the fastest layout so far, and each one that may prove to be faster
-      within the remaining turns. The list is empty if there is no such rival.
+    - The layouts are the fastest so far, and all that may prove to be faster within the remaining
+      turns. If there is no such rival, the list is empty.
     - A layout is tied if it may be faster, but the remaining turns can't show it.
 
     There is time for at most `turns_left` more turns, and a layout has at most `most_turns` in all.
@@ -245,16 +245,16 @@ def throughput(turns: Turns) -> Interval:
     return center(interval, value)  # never below 0
 
 
-def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
+def _pooled_deviation(assumed_variance: float, values: Sequence[float]) -> float:
     """Return the standard deviation of a few values, pooled with an assumed variance.
 
-    `assumed` is the usual variance. It keeps the result from being too small if the few values
-    agree by chance.
+    The assumed variance is the usual one. It keeps the result from being too small if the few
+    values agree by chance.
     """
     mean = fmean(values)
     spread = math.fsum((value - mean) ** 2 for value in values)
     # `assumed` counts as much as `DRIFT_WEIGHT` turns
-    return math.sqrt((DRIFT_WEIGHT * assumed + spread) / (DRIFT_WEIGHT + len(values) - 1))
+    return math.sqrt((DRIFT_WEIGHT * assumed_variance + spread) / (DRIFT_WEIGHT + len(values) - 1))
 
 
 def center(interval: Interval, value: float) -> Interval:
@@ -264,7 +264,10 @@ def center(interval: Interval, value: float) -> Interval:
 
 
 def widen(interval: Interval, error: float) -> Interval:
-    """Return an interval that reaches at least the relative `error` to both sides of its value."""
+    """Return the interval, widened to at least `error` on both sides of its value.
+
+    `error` is a fraction of the value.
+    """
     low = min(interval.low, interval.value * max(0.0, 1 - error))
     return Interval(interval.value, low, max(interval.high, interval.value * (1 + error)))
 

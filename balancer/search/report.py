@@ -29,7 +29,7 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     # layouts that failed in the race, with the failure
     failed: tuple[tuple[Candidate, Observation], ...] = ()
     # layouts that ran out of memory in the race, with the smaller layouts that ran instead
-    retreats: tuple[tuple[Candidate, Candidate], ...] = ()
+    replaced_layouts: tuple[tuple[Candidate, Candidate], ...] = ()
     unmeasured: tuple[Candidate, ...] = ()  # not measured because the budget was spent
     ungrown: tuple[Candidate, ...] = ()  # packs that might still have gained
     packings: tuple[tuple[PackMode, tuple[Observation, ...]], ...] = ()

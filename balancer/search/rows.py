@@ -41,15 +41,15 @@ class RowPolicy:
         self.problem = machine.problem
         self.seen = machine.seen
 
-    def why_none(self) -> End | None:
+    def why_impossible(self) -> End | None:
         """Return why no layout can work: always None, as this can't be known in advance."""
         return None
 
     def is_sensible(self, layout: Layout) -> bool:
         """Whether the layout may become the plan.
 
-        It may not if it uses gradient accumulation on a single device although the batch is free.
-        It may not if it is on a single device and the workload needs all devices.
+        Layouts on a single device may not if the workload needs all devices, or if they use
+        gradient accumulation although the batch is free.
         """
         if layout.traits.together:
             return True
@@ -72,7 +72,7 @@ class RowPolicy:
         return max(seconds, default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return the compute time by rows and the maximum rows of each device, for the plan file.
+        """Return each device's curve of compute time and its maximum rows, for the plan file.
 
         Curves are empty for devices without rows, and for layouts on a single device.
         """
@@ -141,7 +141,7 @@ class RowPolicy:
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
         """Return the samples/s of a layout on one device, predicted if it wasn't measured.
 
-        With `contended`, measurements count that were made while the other devices were busy.
+        With `contended`, measurements made while the other devices were busy count too.
         """
         timed = self.seen.timed_in(layout, Stage.REST)
         if not timed and contended:
@@ -155,8 +155,8 @@ class RowPolicy:
 
         They are candidates for an objective that accepts a slower layout with lower costs.
         """
-        alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
-        layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]
+        fastest_alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
+        layouts = [*fastest_alone.values(), *map(self.predictions.layout, self._most_efficient())]
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:

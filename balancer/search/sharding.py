@@ -126,13 +126,13 @@ class Sharding:
     measured.
     """
 
-    def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
+    def __init__(self, problem: Problem, observations: Sequence[Observation]) -> None:
         self._problem = msgspec.structs.replace(problem, lengths=(), all_together=True)
-        self._seen, self._state = seen, problem.state or ModelState(0, 0)
+        self._seen, self._state = observations, problem.state or ModelState(0, 0)
         # whole steps in which some devices had no rows
         self._held = [
             observation
-            for observation in seen
+            for observation in observations
             if _has_devices_without_rows(observation.probe.layout)
         ]
         if problem.budget_seconds is not None:
@@ -179,10 +179,10 @@ class Sharding:
         return None
 
     def _smaller_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a step over all devices with fewer rows, if one ran out of memory before.
+        """Return a step over all devices with fewer rows, after one ran out of memory, or None.
 
-        None if that isn't needed: it is used only if measuring single devices again would take
-        long, because their processes have ended.
+        Measuring single devices again would tell more, so such a step is used only if that would
+        take long, because their processes have ended.
         """
         if not budget.is_expensive(budget.starts.alone):
             return None
@@ -247,7 +247,7 @@ class Sharding:
 
     @property
     def _limits(self) -> list[int]:
-        """The bytes of each device for state and rows together.
+        """How many bytes each device has for its state and its rows.
 
         Devices whose memory is unknown are left out.
         """
@@ -383,13 +383,15 @@ class Sharding:
         expected = layout.global_batch / expect_seconds(layout, self._row_demands)
         return expected < FAR_SLOWER * max(rates)
 
-    def _never_out_of_memory(self, seen: Sequence[Observation]) -> list[Timed]:
+    def _never_out_of_memory(self, observations: Sequence[Observation]) -> list[Timed]:
         """Return those of the measurements whose layouts have never run out of memory."""
         full = [one.probe.layout for one in self._seen if isinstance(one, OutOfMemory)]
-        return [one for one in seen if isinstance(one, Timed) and one.probe.layout not in full]
+        return [
+            one for one in observations if isinstance(one, Timed) and one.probe.layout not in full
+        ]
 
     def _communication_seconds(self, timed: Timed) -> float:
-        """Return how many seconds of a step aren't computation but, for example, gathering."""
+        """Return how many seconds of a step are communication, such as gathering parameters."""
         layout = timed.probe.layout
         return max(0.0, timed.step_seconds - expect_seconds(layout, self._row_demands))
 

@@ -281,7 +281,10 @@ class SoloStage:
 
     @cached_property
     def _promising_batches(self) -> Batches:
-        """For devices in the most promising layout, the batch that is worth measuring next."""
+        """The batch to measure next on each device of the most promising layout.
+
+        Devices for which no measurement is worthwhile are left out.
+        """
         found: Batches = {}
         for position, share in self._most_promising.shares if self._most_promising else ():
             one = self._machine.devices[position]
@@ -429,18 +432,18 @@ class SoloStage:
             return second
         if self._budget.is_expensive(self._budget.starts.after_out_of_memory):
             likely = SAFE_GROWTH * first
-        elif self._budget.time.takes_lone_steps(_step_seconds(device, second)):
+        elif self._budget.time.times_single_step(_step_seconds(device, second)):
             likely = 2 * first
         else:
             return second
         wanted = int(max(likely, surely)) // self._quantum * self._quantum
         return max(first + self._quantum, min(second, wanted))
 
-    def _first_two_batches(self, most: int) -> tuple[int, int]:
-        """Return the two small batches that every device runs first, at most `most` rows.
+    def _first_two_batches(self, limit: int) -> tuple[int, int]:
+        """Return the two small batches that every device runs first.
 
         They have 8 and 64 rows, or fewer if a requested global batch is small. Both are multiples
-        of the quantum.
+        of the quantum, and at most `limit` rows.
         """
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch
@@ -449,9 +452,9 @@ class SoloStage:
             # an equal share of the largest global batch
             second = min(second, max(2, batch // len(self._live)))
         first = max(1, min(SMALL, second // BLIND_GROWTH))
-        first = min(math.ceil(first / quantum) * quantum, most)
+        first = min(math.ceil(first / quantum) * quantum, limit)
         second = max(first + quantum, math.ceil(second / quantum) * quantum)
-        return first, min(second, most)
+        return first, min(second, limit)
 
 
 def _step_seconds(device: DeviceModel, batch: int) -> float:

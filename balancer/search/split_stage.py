@@ -26,7 +26,7 @@ from .model.step_time import SAME_BATCH
 from .observations import MOST_TURNS, TRIES
 from .predictions import Predictions, fastest
 from .ranking import LEAST_RATE
-from .time_left import LONE_STEPS, SHORTEST_PROBE_SECONDS
+from .time_left import SHORTEST_PROBE_SECONDS, STEPS_TO_TIME_ONE
 
 
 class SplitStage:
@@ -77,11 +77,11 @@ class SplitStage:
         if affordable and (not reserved or self._budget.has_time(least, reserved)):
             most = self._budget.probe_seconds(layout, stage, step_seconds=seconds)
             return Probe(layout, stage, most)
-        lone = self._budget.affords(
-            layout, Stage.RACE, seconds, reserved=reserved, steps=LONE_STEPS
+        single_step = self._budget.affords(
+            layout, Stage.RACE, seconds, reserved=reserved, steps=STEPS_TO_TIME_ONE
         )
         # there is only time for a single step
-        if lone and allocation.samples_per_second > self._best_rate:
+        if single_step and allocation.samples_per_second > self._best_rate:
             return Probe(layout, stage, min(SHORTEST_PROBE_SECONDS, round(seconds / 2, 3)))
         return None
 
@@ -89,8 +89,8 @@ class SplitStage:
     def _best_rate(self) -> float:
         """The samples/s that a new layout has to beat.
 
-        These are the highest that are predicted for a measured split, or that were measured on a
-        single device while the others were idle.
+        This is the highest value predicted for a measured split, or measured on a single device
+        while the others were idle.
         """
         # as predicted now
         splits = [
@@ -156,7 +156,7 @@ class SplitStage:
             return self._make_probe(single)
         reserved = self._least_seconds(split)
         layout = self._predictions.layout(single)
-        seconds = self._budget.least_seconds(layout, single.seconds, LONE_STEPS)
+        seconds = self._budget.least_seconds(layout, single.seconds, STEPS_TO_TIME_ONE)
         # there is also time for the split
         if self._budget.has_time(seconds, reserved):
             return self._make_probe(single, reserved)
@@ -170,10 +170,10 @@ class SplitStage:
         It limits the first split if there is no time to measure `fastest_split`.
         """
         layout = self._predictions.layout(fastest_split)
-        least = self._budget.least_seconds(layout, fastest_split.seconds, LONE_STEPS)
+        least = self._budget.least_seconds(layout, fastest_split.seconds, STEPS_TO_TIME_ONE)
         # assumed to be the same for a split with shorter steps
-        overhead = least - LONE_STEPS * fastest_split.seconds
-        return (self._budget.seconds - self._budget.spent - overhead) / LONE_STEPS
+        overhead = least - STEPS_TO_TIME_ONE * fastest_split.seconds
+        return (self._budget.seconds - self._budget.spent - overhead) / STEPS_TO_TIME_ONE
 
     def _next_single(self) -> Allocation | None:
         """Return the next device to measure while the others are idle, with its batch, or None."""
@@ -200,8 +200,8 @@ class SplitStage:
     def _never_measured_with_others_idle(self) -> list[int]:
         """Return the devices that were never measured while the others were idle.
 
-        A device is left out if an equally fast one was. A single usable device is listed as long as
-        its best batch hasn't been measured.
+        A device is left out if an equally fast one was measured in this way. If only one device is
+        usable, it is listed as long as its best batch hasn't been measured.
         """
         if len(self._machine.live) == 1:
             return [i for i in self._machine.live if self._has_new_best_batch(i)]

@@ -24,14 +24,14 @@ GROUP_SECONDS = 4.0
 class StartTimes:
     """Estimates how many seconds the processes of a probe take to start, without imports."""
 
-    def __init__(self, seen: Observations, groups_end_others: bool = False) -> None:
+    def __init__(self, observations: Observations, groups_end_others: bool = False) -> None:
         """Read from the observations how long processes took to start.
 
         `groups_end_others` says whether the processes of single devices end when a probe over
         several devices starts.
         """
-        self._seen = seen
-        self._timed = seen.timed()
+        self._seen = observations
+        self._timed = observations.timed()
         self._groups_end_others = groups_end_others
 
     def seconds(self, layout: Layout) -> float:

@@ -40,7 +40,7 @@ class StepCost(msgspec.Struct, frozen=True):
         return self.step_s + self.cost.seconds_for(work)
 
     def slowed(self, factor: float) -> StepCost:
-        """Return the cost on a device that is slower by `factor`."""
+        """Return the cost on a device that is `factor` times as slow."""
         slower = Cost(*(factor * rate for rate in msgspec.structs.astuple(self.cost)))
         return StepCost(factor * self.step_s, slower)
 
@@ -135,10 +135,9 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """Return the observations of this device in the solo stage with layouts for unequal rows.
+        """Return the observations of this device in the solo stage with rows of unequal length.
 
-        Their rows have a single length, or are those of a global batch and are assigned to passes
-        by cost.
+        This includes probes in which all rows had one length, to find out what that length costs.
         """
         own = (
             seen for seen in self.seen.in_stage(Stage.SOLO) if seen.probe.layout.shares[position]

@@ -25,7 +25,7 @@ class TextPolicy:
         self.problem = machine.problem
         self.seen = machine.seen
 
-    def why_none(self) -> End | None:
+    def why_impossible(self) -> End | None:
         """Return why no layout can work, or None.
 
         The only possible reason is a row that is too long for every device's memory.
@@ -35,7 +35,7 @@ class TextPolicy:
     def is_sensible(self, layout: Layout) -> bool:
         """Whether the layout may become the plan.
 
-        It may not if it was only a probe with rows of a single length.
+        Layouts whose rows have a single length may not, because they are only probes.
         """
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 

@@ -15,9 +15,9 @@ from .observations import EXPLORATION, Observations
 LONGEST_PROBE_SECONDS = 60.0  # a step takes at most a fifth of this
 SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
 FEWEST_STEPS = 5  # steps of a probe that shows its noise: a probe of fewer isn't worth its start
-LONE_STEPS = 2  # steps of a probe that times a lone step: the first step isn't timed
-# seconds; a shorter lone step says too little, because other work on the cores takes a part of it
-SHORTEST_LONE_STEP = 0.5
+STEPS_TO_TIME_ONE = 2  # steps of a probe that times a single step: the first step isn't timed
+# seconds; a shorter single step says too little, because other work on the cores takes a part of it
+SHORTEST_SINGLE_STEP = 0.5
 # steps of the shortest probe that shows its noise: a first one, two for warm-up, three that are
 # timed (block_timing.FEWEST_BLOCKS)
 CERTAIN_STEPS = 6
@@ -39,9 +39,11 @@ EXPLORES = 0.4
 class TimeLeft:
     """How much time a search has left, and how long steps may take to fit into it."""
 
-    def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
+    def __init__(
+        self, problem: Problem, options: LayoutOptions, observations: Observations
+    ) -> None:
         self._devices = problem.devices
-        self._seen = seen
+        self._seen = observations
         self.seconds = math.inf if problem.budget_seconds is None else problem.budget_seconds
         part = EXPLORES if options.needs_more_children else LATER_TURNS_END_BY
         self.explore_seconds = part * self.seconds
@@ -61,8 +63,8 @@ class TimeLeft:
         """
         if not step_seconds:
             return math.inf
-        if self.takes_lone_steps(step_seconds):
-            return max(1.0, BOLD * self._left_to_explore / (LONE_STEPS * step_seconds))
+        if self.times_single_step(step_seconds):
+            return max(1.0, BOLD * self._left_to_explore / (STEPS_TO_TIME_ONE * step_seconds))
         split_ran = self._devices == 1 or bool(self._seen.in_stage(Stage.SPLIT))
         part = EXPLORES if split_ran else EXPLORES / 2
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
@@ -70,28 +72,28 @@ class TimeLeft:
     def longest_step(self) -> float:
         """Return the longest step time, in seconds, that a new batch may have."""
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
-        fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS
+        fewest = STEPS_TO_TIME_ONE if self._single_steps_save_time else FEWEST_STEPS
         longest = LONGEST_PROBE_SECONDS / (FEWEST_STEPS + self.tuning_steps)
         return min(longest, left / (fewest + self.tuning_steps))
 
-    def takes_lone_steps(self, step_seconds: float, fraction: float = 1 / SURPRISE) -> bool:
+    def times_single_step(self, step_seconds: float, fraction: float = 1 / SURPRISE) -> bool:
         """Whether steps are so slow that a probe should time just one.
 
-        This is so if a probe that shows the noise of steps would take more than `fraction` of the
+        They are if a probe that shows the noise of steps would take more than `fraction` of the
         remaining time. It is better to measure several batches with an error of 3 % than a few
         exactly.
         """
-        if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
+        if not self._single_steps_save_time or step_seconds < SHORTEST_SINGLE_STEP:
             return False
         left = max(0.0, self.seconds - self.spent)
         return CERTAIN_STEPS * step_seconds > fraction * left
 
     def fewest_steps(self, step_seconds: float) -> int:
         """Return the fewest steps that a probe needs, including a first one that isn't timed."""
-        return LONE_STEPS if self.takes_lone_steps(step_seconds) else FEWEST_STEPS
+        return STEPS_TO_TIME_ONE if self.times_single_step(step_seconds) else FEWEST_STEPS
 
     @property
-    def _lone_steps_save_time(self) -> bool:
+    def _single_steps_save_time(self) -> bool:
         """Whether timing a single step takes much less time than timing several.
 
         It doesn't if the first step is slow because kernels are tuned in it.
@@ -111,8 +113,8 @@ class TimeLeft:
         return median([untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
 
     @cached_property
-    def lone_overhead_seconds(self) -> float:
-        """Median of how many seconds longer the first step of a probe takes than later ones."""
+    def first_step_overhead_seconds(self) -> float:
+        """Median overhead of a probe's first step over its later steps, in seconds."""
         found = [first_step_overhead(seen) for seen in self._seen.timed(*EXPLORATION)]
         return median(found or [0.0])
 
@@ -140,7 +142,7 @@ class TimeLeft:
 
 
 def untimed_seconds(timed: Timed) -> float:
-    """Return the seconds of a probe that aren't part of its process start or of its timed steps."""
+    """Return how many seconds of a probe were neither process start nor timed steps."""
     return max(0.0, timed.elapsed_seconds - timed.start_seconds - timed.steps * timed.step_seconds)
 
 

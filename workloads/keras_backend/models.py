@@ -214,10 +214,11 @@ def call_tower(model: Any, tower: str, devices: Sequence[str], inputs: Any) -> A
 
 
 def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any, Any]:
-    """Return synthetic reviews by users and of items as token ids, and ratings from 1 to 5.
+    """Return synthetic reviews as token ids, with ratings from 1 to 5.
 
-    The result is ((users, items), ratings). The token ids have shape (rows, words), the ratings
-    (rows, 1). A rating depends on how similar the two reviews are.
+    Each row has a review by a user, a review of an item, and a rating, which depends on how similar
+    the two reviews are. The result is ((users, items), ratings). The token ids have shape (rows,
+    words), the ratings (rows, 1).
     """
     random = np.random.default_rng(rows)
     taste = random.random((2, rows, 1))

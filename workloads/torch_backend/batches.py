@@ -224,8 +224,8 @@ class Data:
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
     """Data set of synthetic rows, which the user's `sample_batch` makes once.
 
-    The number of rows is limited by memory; rows that are slow to make are at most 1024. Raises
-    `RequestError` if the function doesn't return a valid batch.
+    The number of rows is limited by memory. If rows are slow to make, there are at most 1024.
+    Raises `RequestError` if the function doesn't return a valid batch.
     """
 
     def __init__(self, sample_batch: SampleBatch, device: str) -> None:
@@ -308,8 +308,7 @@ class Batches:
     def keep(self, keep: bool) -> bool:
         """Let `take` return one and the same batch from now on (`keep`), or new batches again.
 
-        Returns False if that isn't possible. It isn't if tokens are counted, because they are
-        counted when a batch is drawn.
+        Returns False if tokens are counted, because they are counted when a batch is drawn.
         """
         if hasattr(self._sampler, "works"):
             return False

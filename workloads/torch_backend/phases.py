@@ -42,7 +42,7 @@ class PhaseClock:
             self._begun = None
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Add seconds to a phase that were measured elsewhere."""
+        """Add `seconds`, which were measured elsewhere, to a phase."""
         self._added[phase] += seconds
 
     def read(self) -> dict[Phase, float]:

@@ -45,7 +45,10 @@ class BuiltRecipe:
         self._random = torch.get_rng_state()
 
     def finish(self, setup: WorkerSetup) -> TorchWorkload:
-        """Return the workload for this process; the random state is the one after the build."""
+        """Return the workload for this process.
+
+        The random state is restored to that after the build.
+        """
         torch.set_num_threads(self._threads)
         return TorchWorkload(setup, self._take)
 

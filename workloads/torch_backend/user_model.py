@@ -274,7 +274,7 @@ def _from_trainer(trainer: Any) -> Recipe:
     mixed = str(trainer.accelerator.mixed_precision)
 
     def prepare(in_shards: bool) -> None:
-        """Let accelerate wrap the model, as in the Trainer."""
+        """Let accelerate wrap the model, as the Trainer does."""
         # Accelerate's autocast wraps the forward pass and converts the outputs to float32.
         if in_shards:
             disable_cast_cache(trainer.accelerator)

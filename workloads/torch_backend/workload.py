@@ -348,7 +348,7 @@ class TorchWorkload(Workload, StepListener):
             self._phases.add("input", time.perf_counter() - started)
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of waiting for input and of the optimizer since the previous call."""
+        """Return how long steps waited for input and ran the optimizer since the previous call."""
         seconds = self._phases.read()
         return PhaseSeconds(seconds["input"], seconds["update"])
 

@@ -61,15 +61,15 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
         """
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
-    def solo_points(self, devices: int) -> tuple[Point, ...]:
+    def solo_points(self, device_count: int) -> tuple[Point, ...]:
         """Return the step times from which the device's speed on its own is estimated.
 
-        `devices` is the number of devices. If there are several, step times that were measured in
-        steps over several devices, or while the others were idle, count only for batches above the
-        largest one measured in the solo stage.
+        If there are several devices (`device_count`), step times that were measured in steps over
+        several devices, or while the others were idle, count only for batches above the largest one
+        measured in the solo stage.
         """
         # with a single device, all points were measured under the same conditions
-        largest = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
+        largest = max((p.batch for p in self.alone), default=0) if device_count > 1 else 0
         others = (*self.others_idle, *self.in_splits)
         return (*self.alone, *(p for p in others if p.batch > largest))
 
@@ -124,7 +124,7 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
 
 
 def _may_blame_passes(position: int, observation: Observation) -> bool:
-    """Whether a probe failed that used gradient accumulation, which may be the cause."""
+    """Whether a probe failed, possibly because it used gradient accumulation."""
     failed = isinstance(observation, Failed) and observation.cause != "device"
     return failed and observation.probe.layout.passes(position) > 1
 
@@ -243,14 +243,14 @@ def _throttled_until_now(store: Observations, position: int) -> list[Timed]:
     return [one for one in checks or later if one.was_throttled(position)]
 
 
-def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
+def _steady_points(observations: Sequence[Observation], position: int) -> Iterator[Point]:
     """Yield the device's step times from measurements in which no device was throttled."""
-    timed = (observation for observation in seen if isinstance(observation, Timed))
+    timed = (observation for observation in observations if isinstance(observation, Timed))
     return read_points([one for one in timed if not one.was_throttled()], position)
 
 
 def read_points(
-    seen: Sequence[Observation], position: int, slowdown: float = 1.0
+    observations: Sequence[Observation], position: int, slowdown: float = 1.0
 ) -> Iterator[Point]:
     """Yield the step times of a device from its measurements.
 
@@ -260,7 +260,7 @@ def read_points(
     """
     measured = [
         (observation, _own_seconds(observation, position))
-        for observation in seen
+        for observation in observations
         if isinstance(observation, Timed)
     ]
     measured = [(one, seconds) for one, seconds in measured if seconds]
@@ -284,10 +284,10 @@ def read_points(
         )
 
 
-def _typical_noise(seen: Iterable[Timed]) -> float:
+def _typical_noise(measurements: Iterable[Timed]) -> float:
     """Return the relative standard deviation of a single step, as a median of all probes."""
     # a probe with a single step doesn't show its noise
-    certain = (timed for timed in seen if not timed.is_single_step)
+    certain = (timed for timed in measurements if not timed.is_single_step)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
     return median(noises or [0.0])
 
@@ -304,7 +304,7 @@ def _own_seconds(timed: Timed, position: int) -> float:
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
-    """Return the devices with the errors of their step times raised by the machine's drift.
+    """Return the devices, with the machine's drift added to the errors of their step times.
 
     Drift is how much repeated measurements of the same batch typically differ beyond their noise.
     """
@@ -341,7 +341,7 @@ def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
 
 
 def relative_error(timed: Timed) -> float:
-    """Return the relative standard error of a measured step time, by its interval."""
+    """Return the relative standard error of a step time, computed from its interval."""
     if timed.step_seconds <= 0:
         return 1.0
     half = (timed.high_seconds - timed.low_seconds) / 2
@@ -405,7 +405,7 @@ def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """Whether no single non-decreasing curve explains the step times of both devices."""
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
-        noise = BATCH_ERRORS * math.hypot(a.sure_error, b.sure_error)
+        noise = BATCH_ERRORS * math.hypot(a.floored_error, b.floored_error)
         gap = math.log(fewer.seconds / more.seconds)
         rows = math.log(more.batch / fewer.batch)
         if gap > noise or (rows <= FLAT_TOLERANCE and -gap > rows + noise):
@@ -421,13 +421,14 @@ def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
     # times are assumed to grow with the square root of the batch, which is between constant time
     # and growth in proportion
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)
-    return gap, math.hypot(one.sure_error, other.sure_error)
+    return gap, math.hypot(one.floored_error, other.floored_error)
 
 
 def is_noise(differences: Iterable[tuple[float, float]]) -> bool:
     """Whether all differences may be due to noise.
 
-    Each is a difference with its standard error. False for fewer than two of them.
+    `differences` are pairs of a difference and its standard error. False for fewer than two of
+    them.
     """
     total = 0.0
     mean = 0.0

@@ -35,7 +35,7 @@ def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
 
 
 def shard_pass_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return how many seconds one pass of sharded training is predicted to transfer data.
+    """Return the predicted seconds of data transfer in one pass of sharded training.
 
     `size` is the bytes of all parameters. Latency isn't included.
     """

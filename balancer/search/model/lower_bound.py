@@ -90,30 +90,30 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
     These are `points[right - 1]` and `points[right]`. None if the bound is a line between them.
     """
     one, other = points[right - 1], points[right]
-    across = _slope(one, other)
-    before = _slope_before(points, right, across)
-    if across <= before or other.batch - one.batch < 2:
+    slope_across = _slope(one, other)
+    before = _slope_before(points, right, slope_across)
+    if slope_across <= before or other.batch - one.batch < 2:
         return None
     batch = (one.batch + other.batch) // 2
     seconds = one.seconds + before * (batch - one.batch)
-    gain = one.seconds + across * (batch - one.batch) - seconds
+    gain = one.seconds + slope_across * (batch - one.batch) - seconds
     error = math.hypot(one.error, other.error) * other.seconds
     if gain > CLEAR * error and one.batch < batch < other.batch:
         return float(batch), seconds
     return None
 
 
-def _slope_before(points: Sequence[Point], right: int, across: float) -> float:
+def _slope_before(points: Sequence[Point], right: int, slope_across: float) -> float:
     """Return the slope, in seconds per row, that the bound has after `points[right - 1]`.
 
-    `across` is the slope from there to `points[right]`.
+    `slope_across` is the slope from there to `points[right]`.
     """
     # the time may continue to rise as before `points[right - 1]`
     if right > 1:
         return _slope(points[right - 2], points[right - 1])
     after = _slope(points[right], points[right + 1]) if right + 1 < len(points) else 0.0
     # a plateau may reach over most of the first gap
-    return across if after < (1 + FLAT_TOLERANCE) * across else 0.0
+    return slope_across if after < (1 + FLAT_TOLERANCE) * slope_across else 0.0
 
 
 def _slope(one: Point, other: Point) -> float:

@@ -172,8 +172,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
         """Return the largest batch that is sure to fit.
 
-        It ran, or it is slightly larger and needs clearly less than the device's memory.
-        The result is a multiple of `quantum`, and at most `cap`.
+        It either ran, or is slightly larger than one that ran and needs clearly less than the
+        device's memory. The result is a multiple of `quantum`, and at most `cap`.
         """
         safe = self.largest_ran
         guess = self.predict_largest()
@@ -203,15 +203,18 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
 
 def read_memory(
-    limit_bytes: int | None, points: Mapping[int, int], ran: Iterable[int], full: Collection[int]
+    limit_bytes: int | None,
+    points: Mapping[int, int],
+    ran: Iterable[int],
+    out_of_memory: Collection[int],
 ) -> Memory:
     """Make the memory model of a device from its measurements.
 
     - `limit_bytes`: size of the device's memory; None if unknown.
     - `points`: peak bytes by batch.
     - `ran`: the batches that fitted.
-    - `full`: the batches that ran out of memory.
+    - `out_of_memory`: the batches that ran out of memory.
     """
-    failed = min(full, default=None)
+    failed = min(out_of_memory, default=None)
     largest = max((batch for batch in ran if failed is None or batch < failed), default=0)
-    return Memory(limit_bytes, tuple(sorted(points.items())), largest, failed, len(full))
+    return Memory(limit_bytes, tuple(sorted(points.items())), largest, failed, len(out_of_memory))

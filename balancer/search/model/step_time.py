@@ -62,19 +62,19 @@ class Point(msgspec.Struct, frozen=True):
     passes: int = 1
 
     @property
-    def sure_error(self) -> float:
-        """The relative standard error, at least the one that even the best timing has."""
+    def floored_error(self) -> float:
+        """The relative standard error, but at least a minimum, because no timing is exact."""
         return max(self.error, LEAST_ERROR)
 
     @property
     def weight(self) -> float:
         """The weight of the measurement in a least-squares fit."""
-        return 1 / self.sure_error**2
+        return 1 / self.floored_error**2
 
     @property
     def tolerance_seconds(self) -> float:
-        """The largest difference, in seconds, that a fitted curve may have from the measurement."""
-        return LINE_ERRORS * self.sure_error * self.seconds
+        """How far a fitted curve may be from the measurement, in seconds."""
+        return LINE_ERRORS * self.floored_error * self.seconds
 
 
 def fit_curve(points: Iterable[Point], device_count: int = 1) -> Curve | None:
@@ -138,7 +138,7 @@ def merge_points(points: Iterable[Point], batch_tolerance: float = SAME_BATCH) -
 
 def _is_same(one: Point, other: Point, batch_tolerance: float) -> bool:
     """Whether two measurements have nearly the same batch, and the same time within noise."""
-    errors = LINE_ERRORS * (one.sure_error + other.sure_error)
+    errors = LINE_ERRORS * (one.floored_error + other.floored_error)
     # beyond noise, the time may jump between the batches
     larger = other.batch / one.batch - 1
     return not larger or (
@@ -200,13 +200,13 @@ def _weighted(points: Sequence[Point]) -> list[tuple[float, float, float]]:
 
 
 def _worst_residual(points: Sequence[Point], line: Curve) -> float:
-    return max(abs(line.seconds(p.batch) / p.seconds - 1) / p.sure_error for p in points)
+    return max(abs(line.seconds(p.batch) / p.seconds - 1) / p.floored_error for p in points)
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return each measured batch with the ratio of its time to the line's, less noise.
+    """Return the factor by which the curve deviates from the line at each measured batch.
 
-    Empty if noise explains all deviations from the line.
+    The part of a deviation that noise explains is left out. Empty if noise explains all of them.
     """
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
@@ -215,7 +215,7 @@ def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float
         return []
     return [
         # the deviation from the line, without the fraction that noise explains
-        (p.batch, 1 + r * spread / (spread + p.sure_error**2))
+        (p.batch, 1 + r * spread / (spread + p.floored_error**2))
         for p, r in zip(points, residuals, strict=True)
     ]
 
