@@ -126,29 +126,29 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
     return full, tuple(filter(None, (_busy_note(*each) for each in seen)))
 
 
-def _busy_note(device: Device, seen: Vitals) -> str:
+def _busy_note(device: Device, vitals: Vitals) -> str:
     """Return a warning if the device is busy for at least 20 % of the time, or else ""."""
-    if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
+    if vitals.busy_percent is None or vitals.busy_percent < BUSY_PERCENT:
         return ""
-    pids = _name_pids(seen)
+    pids = _name_pids(vitals)
     whose = f"others' work (pid {pids})" if pids else "work of no named process"
     begin = (
-        f"{device.label} was busy {seen.busy_percent:.0f} % of the time with {whose} when "
+        f"{device.label} was busy {vitals.busy_percent:.0f} % of the time with {whose} when "
         f"this began"
     )
     return f"{begin}: what is measured holds while that goes on."
 
 
-def _full_note(device: Device, seen: Vitals) -> str:
+def _full_note(device: Device, vitals: Vitals) -> str:
     """Return a warning if the device has too little free memory to measure on, or else ""."""
     total = device.memory_bytes
-    if total is None or seen.used_bytes is None:
+    if total is None or vitals.used_bytes is None:
         return ""
-    free = total - seen.used_bytes
+    free = total - vitals.used_bytes
     enough = min(max(FULL_SHARE * total, FULL_LEAST_BYTES), FULL_MOST_BYTES)
     if free >= min(enough, device.usable_memory_bytes or enough):
         return ""
-    pids = _name_pids(seen)
+    pids = _name_pids(vitals)
     whose = (
         f"other processes (pid {pids}) hold"
         if pids
@@ -158,7 +158,7 @@ def _full_note(device: Device, seen: Vitals) -> str:
     return f"{device.label} has too little free memory to measure on, {sizes}: {whose} the rest."
 
 
-def _name_pids(seen: Vitals) -> str:
+def _name_pids(vitals: Vitals) -> str:
     """Return the ids of up to three processes as text, with "..." if there are more."""
-    pids = [str(pid) for pid in seen.processes]
+    pids = [str(pid) for pid in vitals.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

@@ -315,7 +315,7 @@ class Machine(msgspec.Struct, frozen=True):
     def step_noise(self, shares: Sequence[int]) -> float:
         """Return the relative standard deviation of the time of a step.
 
-        It is that of the device with most noise, among the devices that have rows.
+        It is the highest of all devices that have rows.
         """
         return max(
             (d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0),

@@ -107,7 +107,7 @@ class Sampler:
             age = time.monotonic() - self._sampled_at
         if last is None or age <= OVERDUE_INTERVALS * self.interval_seconds:
             return last
-        return stale(last, age)
+        return mark_stale(last, age)
 
     def history(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
@@ -249,7 +249,7 @@ class History:
         return max(0, min(newest, self._most, len(self._times)))
 
 
-def stale(
+def mark_stale(
     snapshot: Snapshot, age_seconds: float, reason: str = "the driver does not answer"
 ) -> Snapshot:
     """Return a copy of a snapshot whose readings are marked as stale, with a message.

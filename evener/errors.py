@@ -42,7 +42,7 @@ class RequestError(EvenerError):
 def as_request_error(
     what: str, remedy: str, kind: type[RequestError] = RequestError
 ) -> Iterator[None]:
-    """A context manager that raises an error of class `kind` for an OSError or ValueError in it.
+    """A context manager that turns an OSError or ValueError into an error of class `kind`.
 
     `what` says in the message what failed, and the system's reason follows it.
     """

@@ -101,9 +101,9 @@ def check_head() -> None:
 
 
 def _join(address: str) -> None:
-    """Join the cluster in a background thread, and wait for that.
+    """Join the cluster in a background thread, and wait until it has joined.
 
-    Raises `DeviceError` if it fails or takes more than 10 seconds.
+    Raises `DeviceError` if that fails or takes more than 10 seconds.
     """
     import ray
     from ray._private import worker

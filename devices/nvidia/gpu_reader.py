@@ -397,7 +397,7 @@ class GpuReader:
     def _estimate_throttling(
         self, rate: Reading, reasons: tuple[str, ...] | None
     ) -> tuple[Reading, tuple[str, ...]]:
-        """Estimate the throttled time of a GPU without counters in percent.
+        """Estimate in percent how long a GPU without counters was throttled.
 
         It is estimated from two readings of the throttle reasons.
         """
@@ -505,7 +505,10 @@ class GpuProcesses:
             raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
-        """Return the use of multiprocessors in percent by pid, and a reading for all other pids."""
+        """Return how much each process uses the multiprocessors, in percent.
+
+        The second value is the reading for all other processes.
+        """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(
                 self._handle, self.since

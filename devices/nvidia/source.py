@@ -209,7 +209,7 @@ class NvmlSource:
 
 
 def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> DeviceSample:
-    """Return a sample in which all readings, except for the training throughput, are lost."""
+    """Return a sample whose readings, except for the training throughput, are marked as lost."""
     lost = {
         field.name: LOST
         for field in msgspec.structs.fields(DeviceSample)

@@ -16,7 +16,7 @@ from ..errors import RequestError
 from ..plan.file import Share
 from ..shares.divisions import divide_sums
 from ..training.launched import find_host, launched_device
-from ..training.share_order import RankInfo, check_agreement, check_places
+from ..training.share_order import RankInfo, check_agreement, check_share_indices
 from .data import array_rows
 from .group_failures import GroupFailures
 
@@ -201,7 +201,7 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
     found = [int(place) - 1 for place in summed]
     if max(found) < 0:
         return tuple(range(group.size))
-    return check_places(active, [None if place < 0 else place for place in found])
+    return check_share_indices(active, [None if place < 0 else place for place in found])
 
 
 def check_options(options: Mapping[str, bool], group: Group) -> None:

@@ -98,7 +98,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
         A prefix is the process's rank or, if there are several hosts, its device.
         """
-        # if there are several hosts, each doesn't know the ranks of its processes
+        # with several hosts, a host doesn't know the ranks of its processes
         if len(self.processes) < 2:
             return ()
         alone = len(self.hosts) == 1
@@ -114,8 +114,8 @@ class HostJob(msgspec.Struct, frozen=True):
         """
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
-    def with_a_process_each(self) -> HostJob:
-        """Return the same job with one process per device, each of them a TensorFlow worker."""
+    def with_process_per_device(self) -> HostJob:
+        """Return the same job with one process for each device, as a TensorFlow worker."""
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = assign_devices(
             [device for process in self.processes for device in process], one_process=False

@@ -54,7 +54,10 @@ class GroupExit(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Text about the rank that failed first, and a rank that exited with code 0 before."""
+        """A message that names the rank that failed first.
+
+        It also names a rank that exited with code 0 before that.
+        """
         # a rank that exited isn't named if SIGKILL explains the failure
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
         left = (
@@ -92,7 +95,7 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Create pipes for the output of processes, and print their lines with a prefix each.
+    """Create pipes for the output of processes, and print each line with a prefix.
 
     This is a context manager. It yields, for each process, the paths to use as standard output and
     standard error. Lines have no prefix as long as `has_several` returns False.

@@ -70,7 +70,7 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """A short name for messages: that of the program or, for a launcher, of its script."""
+        """A short name for messages: the program's or, if that is a launcher, its script's."""
         started = _find_script(self.arguments) if self._is_launcher else ""
         return Path(started or self.identity).name
 
@@ -158,7 +158,7 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Return the arguments of Python without its own options.
+    """Remove Python's own options from its arguments.
 
     The result begins with the script, `-m` or `-c`, or is [] if there is none of them.
     """

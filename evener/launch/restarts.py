@@ -85,7 +85,7 @@ def _start(job: HostJob, restarts_of_agents: int) -> GroupExit:
     ended = run_children(job)
     if set(ended.failures.values()) != {WANTS_PROCESSES}:
         return ended
-    job = job.with_a_process_each()
+    job = job.with_process_per_device()
     with named_output(job.names) as output:
         return run_children(msgspec.structs.replace(job, output=output))
 

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def find_and_signal(run: str, kill: bool) -> bool:
-    """Return True if there are processes of this run. If `kill`, they get SIGKILL."""
+    """Return True if there are processes of this run. If `kill` is True, they get SIGKILL."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # the process may be another user's, or gone

@@ -35,7 +35,6 @@ def metrics() -> dict[str, float]:
     Names such as "evener/rank0/rows" are for one of the ranks on this host. Times are in
     milliseconds. Metrics that are unknown or 0 are left out. Returns {} before the first report.
     """
-    # files are read at most twice a second
     global _cache
     reporter = newest_reporter()
     if reporter is None:
@@ -114,7 +113,7 @@ def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
-    """Return the devices of a record with the numbers that metrics' names have for them.
+    """Return the devices of a record, each with its number in the names of metrics.
 
     If a process has a single device, the number is its rank.
     """

@@ -103,7 +103,7 @@ NO_RATES = (0.0, 0.0, 0.0)
 
 
 class _Counts(NamedTuple):
-    """How many samples and tokens had been processed at some time."""
+    """The number of samples and tokens that were processed until some time."""
 
     at: float  # monotonic seconds
     samples: int
@@ -638,6 +638,6 @@ def _close_all() -> None:
 
 @cache
 def _follow_process() -> None:
-    """Register what to do when this process forks or exits, once."""
+    """Register, only once, what to do when this process forks or exits."""
     os.register_at_fork(after_in_child=_reset_all)
     atexit.register(_close_all)

@@ -28,8 +28,8 @@ def check_fit(
     - `global_batch`: rows per step; by default the plan's.
     - `framework`: "torch" or "tensorflow".
 
-    What is None isn't compared, and neither is a digest that the plan doesn't have. Raises
-    PlanError if the plan can't be used here.
+    Arguments that are None aren't compared with the plan, and neither is a digest that the plan
+    lacks. Raises PlanError if the plan can't be used here.
     """
     # a placement has no batches; a pack's batch is that of each of its training runs
     if plan.layout.traits.placed:

@@ -60,7 +60,7 @@ KINDS: dict[Kind, Traits] = {
 
 
 def _find_gpu_kind(device: str) -> str:
-    """Return the label for the kind of a GPU, such as "GPU", or "" if the id isn't a GPU's."""
+    """Return the label of a GPU's kind, such as "GPU", or "" if the id isn't that of a GPU."""
     upper = device.upper()
     return next((kind for prefix, kind in GPU_IDS.items() if upper.startswith(prefix)), "")
 

@@ -16,7 +16,7 @@ from .layout import Knots, Share
 
 
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
-    """Return the curves of step time by rows of a plan's shares.
+    """Return, for each share of a plan, its device's step time as a function of rows.
 
     If any share has no curve, step times are assumed to be proportional to rows, and all shares to
     take the same time.
@@ -37,7 +37,7 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
     """Return curves on which step time is proportional to rows.
 
-    On each, the device's number of rows in `rows` takes one second.
+    On each device's curve, its number of rows in `rows` takes one second.
     """
     return tuple(Curve((0.0,), (0.0,), 1 / row) for row in rows)
 
@@ -61,8 +61,8 @@ def solve_shares(
     - `curves`: for each device, its step time as a function of rows.
     - `pass_limits`: for each device, the maximum rows of a share that is computed in one pass; 0
       for no limit.
-    - `passes`: True if larger shares may be computed in several passes. A sequence has, for each
-      device, the rows of each of several passes.
+    - `passes`: whether larger shares may be computed in several passes; or, for each device, the
+      rows of each of several passes.
     - `quantum`: number of rows of which each share is a multiple.
     - `extras`: for each device, the seconds that each pass after the first adds.
     """
@@ -100,17 +100,17 @@ def _join_knots(knots: Knots) -> Curve:
     return Curve(batches, times, (end - seconds) / (last - rows))
 
 
-def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
-    """Return a plan with the same global batch for the devices that remain without those in `gone`.
+def leave_out(plan: Plan, removed: Collection[tuple[str, str]]) -> Plan:
+    """Return a plan without the devices in `removed`. Their rows go to the other devices.
 
-    `gone` has pairs of host and device id. Raises PlanError if no device that remains computes
-    rows, or if only one device of a sharded model remains.
+    The global batch stays the same. `removed` has pairs of host and device id. Raises PlanError if
+    no remaining device computes rows, or if only one device of a sharded model remains.
     """
     # The remaining devices get the shares that are fastest by their curves and fit in memory, in
     # passes if necessary. The throughput is only estimated: the plan's throughput times the
     # fraction of the batch that the remaining devices had before.
     layout = plan.layout
-    left = tuple(share for share in layout.active if (share.host, share.device) not in gone)
+    left = tuple(share for share in layout.active if (share.host, share.device) not in removed)
     if not left:
         names = ", ".join(map(describe, layout.active))
         raise PlanError(

@@ -78,8 +78,8 @@ def explain_once(path: str, message: str) -> None:
 def describe_unused(imported: Container[str], program: bool) -> str:
     """Return a message about a script that doesn't read its plan, with the lines to add to it.
 
-    The lines are for the library that the script uses, among those in `imported`. If `program`, the
-    message also suggests `evener run`.
+    The lines are for the library that the script uses, among those in `imported`. If `program` is
+    True, the message also suggests `evener run`.
     """
     known = [*_LINES, *_SAME]
     found = [_SAME.get(name, name) for name in known if name in imported]

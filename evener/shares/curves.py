@@ -147,7 +147,10 @@ class Curve(msgspec.Struct, frozen=True):
         )
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the step times, in seconds, at which the slope of the curve changes."""
+        """Return the step times, in seconds, at which the slope of the curve changes.
+
+        They are those of batches up to `ceiling` rows, and the last one is that of `ceiling` rows.
+        """
         # the times at the points below `ceiling` rows, and at `ceiling` itself
         knots = zip(self.batches, self.times, strict=True)
         return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
@@ -228,7 +231,7 @@ class PassCurve(msgspec.Struct, frozen=True):
     def breakpoints(self, ceiling: int) -> list[float]:
         """Return the step times at which the slope of the curve changes or the curve jumps.
 
-        They are in seconds, and in ascending order.
+        They are those of shares up to `ceiling` rows, in seconds and in ascending order.
         """
         # at the points of the curve for one pass, at shares in full passes, and at `ceiling` rows
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))

@@ -22,7 +22,10 @@ SAMPLE_SECONDS = 0.1  # minimum time between two samples
 
 @cache
 def name_product() -> str:
-    """Return the library that computes the product and its version, or "" if NumPy isn't loaded."""
+    """Return the library that computes the matrix product, with its version.
+
+    Returns "" if NumPy isn't loaded.
+    """
     # other versions may take longer or shorter
     numpy = sys.modules.get("numpy")
     return f"numpy {numpy.__version__}" if numpy is not None else ""
@@ -36,7 +39,7 @@ def _make_product() -> Callable[[], object]:
 
 
 def time_product() -> float:
-    """Compute the product three times, and return the shortest time in seconds.
+    """Compute the matrix product three times, and return the shortest time in seconds.
 
     Returns 0 if NumPy isn't loaded.
     """
@@ -52,14 +55,14 @@ def time_product() -> float:
 
 
 class CoreSpeed:
-    """Measures now and then during training how long a fixed matrix product takes."""
+    """Measures at intervals during training how long a fixed matrix product takes."""
 
     def __init__(self) -> None:
         self._least_s = 0.0
         self.due_at = 0.0  # when the next sample is due, in monotonic seconds
 
     def sample(self, now: float) -> None:
-        """Time the product, if the next measurement is due.
+        """Time the matrix product, if the next measurement is due.
 
         `now` is in seconds of the monotonic clock.
         """

@@ -45,7 +45,7 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """A context manager that yields a list of the SIGINT, SIGTERM and SIGHUP that have arrived.
+    """A context manager that yields a list of the SIGINT, SIGTERM and SIGHUP signals received.
 
     They don't end the process meanwhile.
     """

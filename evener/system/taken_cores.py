@@ -165,7 +165,7 @@ def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tup
 
 
 def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
-    """Return, for each thread, how many nanoseconds it ran, and how many it was ready to run."""
+    """Return, for each thread, how many nanoseconds it ran and how many it waited to run."""
     found = {}
     try:
         names = os.listdir(tasks)
@@ -225,11 +225,11 @@ def name_competitors(
     max_names: int = MOST_NAMED,
     training_pid: int = -1,
 ) -> str:
-    """Return text about the programs that used most CPU between two readings, and how many cores.
+    """Return text that names the programs that used most CPU time between two readings.
 
-    Processes under `root_pid` and its parent aren't named, except for workers of the process
-    `training_pid`. The container's quota and other virtual machines are named if they took much
-    time. Returns "" if nobody used much.
+    It also has the number of cores that each used. Processes under `root_pid` and its parent aren't
+    named, except for workers of the process `training_pid`. The container's quota and other virtual
+    machines are named if they took much time. Returns "" if nothing took much.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:

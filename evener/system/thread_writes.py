@@ -19,7 +19,7 @@ class ThreadWrites:
     def count_bytes(self) -> int:
         """Return the bytes that the thread has written so far, or 0 if unknown.
 
-        Bytes are counted in system calls, such as `write`.
+        Only bytes that system calls, such as `write`, have written are counted.
         """
         if self._descriptor < 0:
             return 0

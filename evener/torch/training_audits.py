@@ -219,12 +219,14 @@ class TrainingAudits:
             self._first_losses.add(operations)
             return
         self._left_out.note(loss, operations)
-        changed = self.judge.sees(operations)
+        changed = self.judge.add_signature(operations)
         code = find_code(caller) if self._is_loops else None
         if code is not None:
             with suppress(ReferenceError):  # this training run is over; another one calls backward
                 models = self._training.weights.models
-                changed |= self._settings.have_changed(models, code=code) and self.judge.changes()
+                changed |= (
+                    self._settings.have_changed(models, code=code) and self.judge.plan_audits()
+                )
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
@@ -287,11 +289,11 @@ class TrainingAudits:
             return
         due = self.begin(object())
         while self._first_losses:  # this audit is theirs
-            self.judge.sees(self._first_losses.pop())
+            self.judge.add_signature(self._first_losses.pop())
         if not self.judge.over:
             models = self._training.weights.models
             changed = self._settings.have_changed(models, function, holders=holders)
-            due |= changed and self.judge.changes()
+            due |= changed and self.judge.plan_audits()
         # so that `note_loss` can make the next audit due
         self._due = False
         if due and not self._is_exempt():
@@ -317,11 +319,11 @@ class TrainingAudits:
         code = getattr(compute, "__code__", type(compute))
         due = self.begin(taken)
         # the function, or whether it comes with a count, may have changed
-        if self.judge.sees((code, counted is None)):
+        if self.judge.add_signature((code, counted is None)):
             due = True
         if not self.judge.over:
             changed = self._settings.have_changed(training.weights.models, compute)
-            due |= changed and self.judge.changes()
+            due |= changed and self.judge.plan_audits()
         if not due or self._is_exempt():
             return
 

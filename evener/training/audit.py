@@ -196,7 +196,7 @@ def _compare_tensor(
 
 
 def floor(dtype: str) -> float:
-    """Return the relative difference of gradients up to which it counts as rounding in any model.
+    """Return the relative difference up to which gradients count as equal in any model.
 
     `dtype` is the tensors' type, such as "float32".
     """
@@ -224,7 +224,7 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 
 
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
-    """Return the norm to which the difference of a tensor's gradients is relative.
+    """Return the norm by which the difference of a tensor's gradients is divided.
 
     It is at least the fraction SMALL of `largest`, the norm of the largest gradient of all tensors.
     """
@@ -287,13 +287,13 @@ class Action(Enum):
 class Audits:
     """Decides which steps are audited, and what to do if the gradient is wrong.
 
-    A difference in one of the first 64 steps ends training with an error. A later one has to be
-    confirmed by a second audit, and then gives a warning. With `strict`, a confirmed difference
-    also ends training. With `makes_even`, shares are made equal instead of ending training or
-    warning.
+    - In one of the first 64 steps, a difference ends training with an error.
+    - In a later step, it has to be confirmed by another audit, and then gives a warning. With
+      `strict`, it ends training, too.
+    - With `makes_even`, shares are made equal, instead of a warning or an error.
     """
 
-    # in all three cases, there are no more audits
+    # after an error, a warning or making shares equal, there are no more audits
 
     def __init__(self, makes_even: bool = False, strict: bool = False) -> None:
         self.step = 0  # steps that have begun
@@ -314,16 +314,17 @@ class Audits:
         self.step += 1
         if self.over:
             return False
-        changed = self.sees(signature)
+        changed = self.add_signature(signature)
         self.thorough = changed or self._confirms or self.step == 1
         again = self.step in self._again
         self._again.discard(self.step)
         return changed or again or self._confirms or is_audited(self.step)
 
-    def sees(self, signature: Hashable) -> bool:
-        """Return True if a step's signature is new, and then plan another audit three steps later.
+    def add_signature(self, signature: Hashable) -> bool:
+        """Record how a step is computed, and return True if that is new.
 
-        After 32 different signatures, new ones are ignored.
+        A new signature is audited again three steps later. After 32 different signatures, new ones
+        are ignored.
         """
         # without this limit, a signature that changes in every step would cause an audit in every
         # step
@@ -334,17 +335,12 @@ class Audits:
         self.thorough = True
         return True
 
-    def changes(self) -> bool:
+    def plan_audits(self) -> bool:
         """Plan audits after a change in training, such as new shares.
 
         Returns False if none is planned, because audits have ended or there were too many changes.
         """
-        return self.sees(("change", len(self._signatures)))
-
-    @property
-    def confirms(self) -> bool:
-        """True if the next audit has to confirm a difference that the last audit found."""
-        return self._confirms
+        return self.add_signature(("change", len(self._signatures)))
 
     def decide(self, difference: GradientDifference | None) -> Action:
         """Return what to do after an audit.
@@ -482,12 +478,12 @@ def describe(
     )
     first, second = difference.losses
     if math.isfinite(first) and abs(first - second) > SEEN_LOSS * abs(first):
-        text += f"; the losses are {_write_apart(first, second)}"
+        text += f"; the losses are {_write_distinct(first, second)}"
     return f"{text}."
 
 
-def _write_apart(one: float, other: float) -> str:
-    """Return two numbers as text, with as many digits as are needed to tell one from the other."""
+def _write_distinct(one: float, other: float) -> str:
+    """Return two numbers as text, with enough digits to show that they differ."""
     digits = 6
     while f"{one:.{digits}g}" == f"{other:.{digits}g}" and digits < 17:
         digits += 1
@@ -504,8 +500,8 @@ def find_unequal(
 
     The result has its name, and the lowest and highest value. `ranks` has, for each rank, a few
     values of each buffer and loss input by name. Returns None if all values agree except for
-    relative differences up to `tolerance`. If ranks have different numbers of values, these numbers
-    of the first and the last rank are returned in place of the values.
+    relative differences up to `tolerance`. If ranks have different numbers of values, the counts of
+    the first and the last rank are returned instead of the lowest and highest value.
     """
     # only names that all ranks have are compared
     names = [name for name in ranks[0] if all(name in each for each in ranks)]

@@ -1,8 +1,8 @@
 """Start the first rank of a program alone, and the others once it creates a process group.
 
 A script that uses one GPU thus runs only once, and a program that starts processes itself can use
-all devices. Environment variables show which launcher has started a process: another launcher sets
-other ranks or another run id than evener.
+all devices. Environment variables show which launcher has started a process, because another
+launcher sets a different rank or run id than evener.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def describe_rank() -> str:
 
 
 def is_eveners_rank() -> bool:
-    """Return True if this process has the rank that evener gave it, not another launcher's."""
+    """Return True if evener, and not another launcher, gave this process its rank."""
     return os.environ.get(STARTED_AS) == describe_rank()
 
 
@@ -62,7 +62,7 @@ def is_released() -> bool:
 
 
 def release_others() -> None:
-    """Let the other ranks start, which have waited for this one. Only the first rank calls this."""
+    """Let the other ranks, which wait for this one, start. Only the first rank calls this."""
     path = os.environ.get(RELEASE)
     if path:
         with suppress(OSError):  # the launcher may have ended

@@ -45,18 +45,20 @@ def ask_for_processes(reason: str) -> None:
         raise SystemExit(WANTS_PROCESSES)
 
 
-def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
+def launched_plan(
+    script_plan: str | os.PathLike[str] | None = None,
+) -> str | os.PathLike[str] | None:
     """Return the path of the plan to use: the one that the script names, or else the launcher's.
 
     If devices were lost and the launcher has therefore replaced the plan that the script names, the
     launcher's plan is returned. Returns None if there is no plan.
     """
     launched, replaced = os.environ.get(PLAN) or None, os.environ.get(REPLACED_PLAN)
-    if named is None or launched is None or not replaced:
-        return launched if named is None else named
+    if script_plan is None or launched is None or not replaced:
+        return launched if script_plan is None else script_plan
     with suppress(OSError):
-        return launched if os.path.samefile(named, replaced) else named
-    return named
+        return launched if os.path.samefile(script_plan, replaced) else script_plan
+    return script_plan
 
 
 def launched_device() -> str:

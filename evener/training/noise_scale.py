@@ -75,10 +75,10 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return how many times as many rows training needs if the batch size changes.
+    """Return the factor by which training needs more rows if the batch size changes.
 
-    It is the ratio of the rows needed with batches of `other` rows to those needed with batches of
-    `batch` rows, to reach the same loss.
+    It is the number of rows to reach some loss with batches of `other` rows, divided by the number
+    with batches of `batch` rows.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
@@ -94,7 +94,8 @@ def rate_gain(batch: int, other: int, noise_scale: float) -> float:
 class NoiseWindow:
     """Averages the gradient's noise and signal over recent steps.
 
-    Samples are grouped into blocks. A block weighs `decay` times as much as the block after it.
+    Samples are grouped into blocks. The weight of a block is `decay` times that of the next newer
+    block.
     """
 
     # The weighted sum is divided by the sum of the weights; otherwise the first averages would be
@@ -175,8 +176,7 @@ def _student(freedom: float) -> float:
 def describe(noise_scale: NoiseScale, batch: int, steps: int) -> str:
     """Return a line of text about the noise scale after `steps` steps.
 
-    It also says what fraction of the progress of tiny batches a row makes in batches of `batch`
-    rows.
+    It also says how much a row contributes in batches of `batch` rows, compared with tiny batches.
     """
     after = f"after {steps:,} steps"
     if noise_scale.rows == 0:

@@ -298,16 +298,16 @@ class Rebalancer:
         return Room(at_once, passes_fit if divides else 0)
 
     def _limit_room(self, room: Room, limit: int) -> Room:
-        """Return the room for rows after passes of more than `limit` rows ran out of memory.
+        """Lower how many rows fit in a pass, because larger passes ran out of memory.
 
-        `limit` is 0 if none did.
+        `limit` is the maximum rows of a pass; 0 if memory hasn't run out.
         """
         if not limit or limit >= room.at_once:
             return room
         return Room(limit, limit * self._passes)
 
     def _learn(self) -> bool:
-        """Correct the predictions by the compute times before and after the last change of shares.
+        """Improve the predictions, from the compute times before and after a change of shares.
 
         Returns True if a prediction has changed.
         """
@@ -481,7 +481,10 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, shrinks: bool) -> bool:
-        """Return True if a rank's share can't shrink or, with `shrinks` False, can't grow."""
+        """Return True if a rank's share can't become smaller or larger.
+
+        `shrinks` is True to ask about a smaller share, and False about a larger one.
+        """
         if shrinks:
             return share <= self._quantum
         room = self._limited[rank]
@@ -622,7 +625,7 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _common_compute_time(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the compute time of all ranks if rows were moved between them until they are equal.
+    """Return the compute time of all ranks after rows are moved to make it equal.
 
     `own` are the ranks' compute times now in seconds, and `rates` the rows that each rank computes
     per additional second.
@@ -648,9 +651,10 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """Return True if a rank's factor has made more than half of a shift from its usual value.
+    """Return True if a rank's factor is closer to its new value than to its usual one.
 
-    `shift` is the logarithm of the ratio of the shifted to the usual value.
+    `shift` is the logarithm of the new value divided by the usual one, and closeness is also
+    measured on a logarithmic scale.
     """
     return math.log(factor / usual) / shift > 0.5
 

@@ -52,7 +52,7 @@ class AssignmentSearch:
         self._best_cut = self._cut_cheapest(1)
 
     def least_seconds(self) -> float:
-        """Return about the shortest time in which the batch can be computed, in seconds."""
+        """Estimate the shortest time in which the ranks can compute the batch, in seconds."""
         # The estimate is the larger of two times: that of all rows if they could be divided exactly
         # by the ranks' speeds, and that of the longest row on the fastest rank. It is approximate,
         # because the rows are assumed to be cut into passes as is cheapest on the fastest device.
@@ -203,7 +203,9 @@ class AssignmentSearch:
         space: list[float] = [0] * len(finish)  # rows that the open pass may still take
         each = [own[start] for own in seconds]
         # each rank's finish time with one more row
-        done = [self._opened(rank, start, finish[rank]) for rank in range(len(finish))]
+        done = [
+            self._finish_with_new_pass(rank, start, finish[rank]) for rank in range(len(finish))
+        ]
         for row in range(start, stop):
             rank = done.index(min(done))
             if space[rank]:
@@ -217,10 +219,12 @@ class AssignmentSearch:
                 space[rank] = self._ranks[rank].most_rows(self._lengths[row])
             space[rank] -= 1
             done[rank] = (
-                finish[rank] + each[rank] if space[rank] else self._opened(rank, row, finish[rank])
+                finish[rank] + each[rank]
+                if space[rank]
+                else self._finish_with_new_pass(rank, row, finish[rank])
             )
 
-    def _opened(self, rank: int, row: int, finish: float) -> float:
+    def _finish_with_new_pass(self, rank: int, row: int, finish: float) -> float:
         """Return when a rank would finish if a row began a new pass, or inf if the row doesn't fit.
 
         `row` is the row's index, and `finish` is when the rank finishes without it.

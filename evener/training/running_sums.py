@@ -30,7 +30,7 @@ class RunningSums:
         self._ends = deque([StepSums()])  # sums of all steps before each of the last bins
         self._bin_s = 0.0  # seconds in the newest bin
         self._step_s = 0.0  # seconds of the step that is being added
-        # step times since the last `take_quick`
+        # step times since the last `take_fast_step`
         self._last_s: deque[float] = deque(maxlen=MOST_STEPS)
 
     @property
@@ -42,8 +42,8 @@ class RunningSums:
         """Add the times of one step, or of a part of one, in the order of StepSums' fields.
 
         The first field, the number of steps, is 0 if the step hasn't ended. `seconds` is the sum of
-        the times. If the times were scaled up for steps that weren't timed, `own_s` is the duration
-        of the timed step, which `take_quick` uses.
+        the times. `own_s` is the duration for `take_fast_step`, by default `seconds`; give it if
+        the times were scaled up for steps that weren't timed.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
@@ -58,7 +58,7 @@ class RunningSums:
             while len(self._ends) > 2 and self._is_enough(whole.minus(self._ends[1])):
                 self._ends.popleft()
 
-    def take_quick(self) -> float:
+    def take_fast_step(self) -> float:
         """Return the 5th percentile of the times of the steps since the last call, in seconds.
 
         Returns 0 if there were no steps.

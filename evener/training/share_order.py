@@ -65,35 +65,35 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
     # host and local rank, or by rank if the shares name no hosts.
     by_device = [_find_by_device(active, info) for info in ranks]
     if any(place is not None for place in by_device):
-        return check_places(active, by_device)
+        return check_share_indices(active, by_device)
     if active[0].host:
-        return check_places(active, [_find_by_local_rank(active, info) for info in ranks])
+        return check_share_indices(active, [_find_by_local_rank(active, info) for info in ranks])
     return tuple(range(len(ranks)))  # nothing distinguishes the devices, so ranks are in order
 
 
-def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
+def check_share_indices(active: Sequence[Share], indices: Sequence[int | None]) -> tuple[int, ...]:
     """Check that each rank has a share of its own, and return the indices of the shares.
 
-    `places` has the index in `active` of each rank's share. Raises PlanError if a rank has none, or
-    if two ranks have the same one. The message is the same on every rank.
+    `indices` has the index in `active` of each rank's share. Raises PlanError if a rank has none,
+    or if two ranks have the same one. The message is the same on every rank.
     """
-    for rank, place in enumerate(places):
+    for rank, place in enumerate(indices):
         if place is None:
             raise PlanError(
                 f"Rank {rank} trains on none of the plan's devices: "
                 f"{', '.join(map(describe, active))}.",
                 "Start it with evener launch, or one process on each of them.",
             )
-    taken = Counter(places)
+    taken = Counter(indices)
     for place, share in enumerate(active):
         if taken[place] > 1:
-            doubled = " and ".join(str(rank) for rank, each in enumerate(places) if each == place)
+            doubled = " and ".join(str(rank) for rank, each in enumerate(indices) if each == place)
             missing = ", ".join(describe(other) for i, other in enumerate(active) if not taken[i])
             raise PlanError(
                 f"Ranks {doubled} all train on {describe(share)}, and none on {missing}.",
                 "Start it with evener launch, or one process on each of them.",
             )
-    return tuple(place for place in places if place is not None)
+    return tuple(place for place in indices if place is not None)
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:

@@ -206,23 +206,23 @@ class _Finder:
             by=self._ranks[place].name,
         )
 
-    def _find_lead(self, place: int) -> float:
+    def _find_lead(self, rank: int) -> float:
         """Return how many seconds longer in each step a rank is busy than the next busiest rank.
 
-        `place` is the rank's index. The result is negative if another rank is busy longer.
+        The result is negative if another rank is busy longer.
         """
         # Busy times show this better than measured waits, which may miss a long wait in a single
         # step, because waits are timed in only some of the steps. Files and validation are timed in
         # all steps.
         busy_s = [step.input_s + step.own_work_s + step.between_s for step in self._steps]
-        others = [seconds for other, seconds in enumerate(busy_s) if other != place]
-        return busy_s[place] - max(others)
+        others = [seconds for other, seconds in enumerate(busy_s) if other != rank]
+        return busy_s[rank] - max(others)
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return the error margin for the rest of a step from which a remedy removes `seconds`.
+    """Return the error margin, in seconds, for the rest of a step after a remedy.
 
-    The margin is in seconds.
+    The remedy removes `seconds` from the step.
     """
     # The margin is half of the 95 % interval. The rest of the step may take more or less time than
     # before.
@@ -230,7 +230,7 @@ def _find_rest_error(seconds: float, step_s: float) -> float:
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """Return the indices of the stragglers: the ranks that wait for others hardly or not at all.
+    """Return the indices of the stragglers: the ranks that hardly wait for others.
 
     `steps` are the ranks' mean steps, and `step_s` is the duration of a step in seconds.
     """
@@ -246,7 +246,7 @@ def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
 def _find_exchange(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> Iterator[StepPart]:
-    """Yield the all-reduce of gradients as a part of the step, if it takes at least 10 % of it."""
+    """Yield the all-reduce of gradients, if it takes at least 10 % of the step."""
     # Only the time after the last gradient counts: an exchange during the computation costs no
     # time.
     if len(ranks) < 2:
@@ -303,22 +303,22 @@ def _find_host_waits(
 
 
 def _wait_for_starved(
-    ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
+    ranks: Sequence[MeasuredRank], step: RankStep, rank: int, step_s: float
 ) -> float:
     """Return how many seconds of each step a rank waits for other ranks that lack CPU cores.
 
-    `step` is the rank's mean step, and `place` the rank's index. The result is 0 if any rank has
-    enough cores.
+    `step` is the mean step of the rank with index `rank`. The result is 0 if any rank has enough
+    cores.
     """
     # If all ranks lack cores, each is the last one in some steps, and the others wait for it. A
     # rank may also be starved while it waits; that time is already counted as starved. So the
     # result is at most the rest of a step after starved time, computing and the exchange.
     if not all(rank.starved >= LEAST_SHARE for rank in ranks):
         return 0.0
-    sums = ranks[place].sums
+    sums = ranks[rank].sums
     idle_s = sums.mean("idle_own_s") + sums.mean("idle_input_s")
     computing_s = step.input_s + step.own_work_s + step.between_s - idle_s
-    left_s = step_s * (1 - ranks[place].starved) - computing_s - step.exchange_s
+    left_s = step_s * (1 - ranks[rank].starved) - computing_s - step.exchange_s
     return min(step.waiting_s, max(0.0, left_s))
 
 
@@ -347,7 +347,7 @@ def _find_unequal_work(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the ranks' compute time, in seconds, if shares were proportional to their speeds."""
+    """Return the ranks' compute time in seconds, assuming shares in proportion to their speeds."""
     shares = [rank.share or 1 for rank in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
     total = math.fsum(rates)

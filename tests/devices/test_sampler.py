@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.devices.sampler import History, Sampler, Subscriber, stale
+from evener.devices.sampler import History, Sampler, Subscriber, mark_stale
 from evener.devices.types import (
     Device,
     DeviceSample,
@@ -227,9 +227,10 @@ def test_history_is_the_last_values_oldest_first(
 
 
 def test_a_stale_snapshot_keeps_its_values_and_says_their_age() -> None:
-    old = stale(snapshot(), 7.0)
+    old = mark_stale(snapshot(), 7.0)
     assert (
-        old.devices[0].temperature_celsius == stale(snapshot(), 7.0).devices[0].temperature_celsius
+        old.devices[0].temperature_celsius
+        == mark_stale(snapshot(), 7.0).devices[0].temperature_celsius
     )
     assert (old.devices[0].clock_mhz.state, old.devices[0].clock_mhz.value) == (State.STALE, 5.0)
     assert old.devices[0].power_watts.state is State.UNSUPPORTED

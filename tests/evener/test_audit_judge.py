@@ -179,7 +179,7 @@ def test_an_audit_is_thorough_at_first_after_a_change_and_to_confirm() -> None:
         if step == 256:
             audits.decide_by(True)
     assert thorough == [1, 20, 257]
-    assert audits.sees("another loss")
+    assert audits.add_signature("another loss")
     assert audits.thorough
 
 

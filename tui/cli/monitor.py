@@ -153,7 +153,7 @@ def _snapshots(source: Source, pause: float, *, repeat: bool) -> Iterator[Snapsh
     the first reading fails or, without `repeat`, the single one.
     """
     # The devices are read once before the first snapshot, so that every snapshot has rates.
-    from evener.devices.sampler import stale
+    from evener.devices.sampler import mark_stale
 
     last = _read_first(source)
     read_at = due = time.monotonic()
@@ -165,7 +165,7 @@ def _snapshots(source: Source, pause: float, *, repeat: bool) -> Iterator[Snapsh
         except OSError as error:
             if not repeat:
                 raise _unreadable(error) from None
-            reading = stale(last, time.monotonic() - read_at, error.strerror or str(error))
+            reading = mark_stale(last, time.monotonic() - read_at, error.strerror or str(error))
         yield reading
         if not repeat:
             return

@@ -1032,7 +1032,7 @@ class StepReporter:
             self._journal,
             timer.now,
             lambda: self._timer.sums.whole,
-            timer.sums.take_quick,
+            timer.sums.take_fast_step,
         )
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
