@@ -13,7 +13,7 @@ LIMIT_SECONDS = 60.0
 
 
 def start_command(command: str, alert: Alert) -> str:
-    """Start `command` for `alert` in the background; return an error message, or "".
+    """Start `command` for `alert` in the background. Return an error message, or "" if it started.
 
     The command runs without a shell, in its own process session, and with its standard streams on
     /dev/null. It can read the alert from the environment variables EVENER_ALERT (kind),

@@ -157,7 +157,7 @@ def write_crash_log(error: BaseException) -> Path | None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Create a file that only the user can read; raise FileExistsError if it exists already."""
+    """Create a file that only the user can read. Raises FileExistsError if it exists already."""
     # In a shared directory, an existing file could be another user's symbolic link.
     with open(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
@@ -370,7 +370,7 @@ class BaseApp(App[int]):
 
     @property
     def is_searching(self) -> bool:
-        """Whether a search is running; a replay doesn't count."""
+        """Whether a search is running. A replay doesn't count as one."""
         return self.balance.active and not self.replays
 
     def pause_session(self, paused: bool) -> None:
@@ -445,7 +445,7 @@ class BaseApp(App[int]):
         self.publisher.set_loads(loads)
 
     def session_samples(self) -> tuple[DeviceSample | None, ...]:
-        """Return the latest reading of each device of the search; None for a device without one."""
+        """Return the latest reading of each device of the search, or None for those without one."""
         seen = (
             {sample.device.key: sample for sample in self.snapshot.devices}
             if self.snapshot is not None

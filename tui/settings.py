@@ -30,7 +30,7 @@ class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings of the app; fields have the names that the TOML file uses."""
+    """The settings of the app. The fields have the same names as in the TOML file."""
 
     theme: ThemeName = "dark"
     interval_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0  # seconds between readings

@@ -99,7 +99,7 @@ def balance(
 def _read_budget(
     request: Request, budget: str | None, resume: str | None
 ) -> tuple[Request, float | None]:
-    """Parse `--budget`, and return the request with it and the seconds to add to a resumed run.
+    """Parse `--budget`. Return the request with that budget, and seconds to add to a resumed run.
 
     The seconds are None unless the budget extends a resumed run. Raises RequestError for `+5m`
     without a run to resume.

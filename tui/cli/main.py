@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line and return the exit code; errors are printed, not raised.
+    """Run the command line and return the exit code. Errors are printed and not raised.
 
     With `--json`, an error is printed as a JSON object. Exceptions that are bugs in evener are
     still raised.

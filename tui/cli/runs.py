@@ -116,7 +116,7 @@ def list_runs(
 
 
 def _parse_states(text: str | None) -> list[State] | None:
-    """Split the comma-separated states of `--state`; None stays None.
+    """Split the comma-separated states of `--state`, or return None for None.
 
     Raises RequestError for an unknown state.
     """
@@ -145,7 +145,7 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 
 def _write_shortfall(summary: RunSummary) -> str:
-    """Explain why training was slower than the plan; "" if it wasn't."""
+    """Explain why training was slower than the plan, or return "" if it wasn't."""
     trained = summary.trained
     if trained is None or not trained.falls_short:
         return ""

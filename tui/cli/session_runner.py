@@ -240,7 +240,7 @@ def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _print_line(line: str, live: Live | None) -> None:
-    """Print a line above the live lines, or to standard error without them."""
+    """Print a line above the live lines or, if `live` is None, to standard error."""
     if live is not None:
         live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
     else:

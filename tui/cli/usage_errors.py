@@ -18,7 +18,7 @@ _NO_COMMAND = re.compile(r"^No such command '(?P<given>.*?)'\.", re.DOTALL)
 
 
 def usage_fault(error: Exception, command: str) -> EvenerError | None:
-    """Convert a usage error of `command` to an EvenerError; return None for other exceptions."""
+    """Convert a usage error of `command` to an EvenerError, or return None for other exceptions."""
     describe = getattr(error, "format_message", None)
     if describe is None:
         return None

@@ -55,14 +55,14 @@ class BalanceScreen(RunActions, PanelScreen):
 
     def on_mount(self) -> None:
         """Subscribe to the search and the device readings, and focus the list of models."""
-        self.watch(self.app, "balance", self._followed)
+        self.watch(self.app, "balance", self._search_changed)
         self.watch(self.app, "snapshot", self._sampled, init=False)
         self.watch(self.app, "start_fault", self.query_one(BalanceForm).complain, init=False)
         if self.evener.balance == SessionState():
             self.query_one("#pick-workload", Ticks).focus()
 
     def result_keys(self) -> list[KeyHint]:
-        """Return the keys that the result panel shows, which are those whose action is possible."""
+        """Return the keys to show in the result panel, without those that do nothing now."""
         keys = [
             KeyHint("e", "write the plan"),
             KeyHint("g", "train by it here"),
@@ -77,7 +77,7 @@ class BalanceScreen(RunActions, PanelScreen):
             if self.check_action(action, ()) is True
         ]
 
-    def _followed(self, before: SessionState, state: SessionState) -> None:
+    def _search_changed(self, before: SessionState, state: SessionState) -> None:
         shows_search = state != SessionState()
         switch = self.query_one("#switch", ContentSwitcher)
         wanted = "balance" if shows_search else "setup"
@@ -153,7 +153,7 @@ class BalanceScreen(RunActions, PanelScreen):
         self.evener.pause_session(paused)
 
     def action_stop(self) -> None:
-        """Stop the search after a confirmation; its best plan is kept."""
+        """Stop the search after a confirmation, but keep its best plan so far."""
         question = "Stop the search? The best plan so far is kept."
         confirm(self.evener, "Stop", question, self.evener.stop_session)
 

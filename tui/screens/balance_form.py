@@ -318,7 +318,7 @@ class BalanceForm(UsesApp, Vertical):
         return self._models[min(self.query_one("#pick-workload", Ticks).ticked)]
 
     def on_one_of_changed(self) -> None:
-        """Show the fields that the changed choice needs."""
+        """Show the fields that are needed after a choice has changed."""
         self.show_rows()
 
     def show_rows(self) -> None:
@@ -434,7 +434,7 @@ class BalanceForm(UsesApp, Vertical):
         return read
 
     def complain(self, text: str) -> None:
-        """Show an error and focus the field that caused it; "" removes the error."""
+        """Show an error and focus the field that caused it. An empty text removes the error."""
         self._complaint, named = to_form_terms(text)
         wrong = self._find_field_at_fault(text, named)
         if text and self.query_one(f"#row-{wrong}").has_class("-more"):
@@ -494,7 +494,7 @@ class BalanceForm(UsesApp, Vertical):
         problem.show(text_lines(self._hint(field), room, HINT_ROWS, "dim"))
 
     def _hint(self, field: Widget | None) -> str:
-        """Return the hint for a field; for a list, it begins with the entry under the cursor."""
+        """Return the hint for a field. In a list, the entry under the cursor comes first."""
         name = (field.id if field is not None else None) or ""
         hint = HINTS.get(name, "")
         if isinstance(field, Ticks) and field.chosen is not None:

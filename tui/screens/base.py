@@ -122,9 +122,9 @@ class SnapshotScreen(PanelScreen):
             self.redraw()
 
     def place_panels(self, heights: Mapping[str, int]) -> None:
-        """Set the height of each panel in lines; `heights` has them by selector.
+        """Set the heights of panels.
 
-        A panel of height 0 is hidden.
+        `heights` maps the selector of a panel to its height in lines; 0 hides the panel.
         """
         # Setting heights lays out the screen again, so heights are set only if they have changed.
         placed = (self.app.size, heights)

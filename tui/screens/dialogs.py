@@ -94,7 +94,7 @@ class DetailsDialog(Dialog[None]):
 
 
 class ChoiceDialog(Dialog[str]):
-    """Dialog with a question and a button for each answer; it returns the key of the chosen one.
+    """Dialog with a question and a button for each answer. It returns the key of the chosen one.
 
     `answers` maps keys to labels. The user can click a button or press the key of an answer. The
     first answer is focused.
@@ -178,7 +178,7 @@ class FieldDialog(Dialog[bool]):
         self._field.focus()
 
     def show_message(self, text: str, *, is_error: bool = False) -> None:
-        """Replace the hint by a message; `is_error` shows it as an error."""
+        """Replace the hint by a message, which looks like an error if `is_error` is set."""
         rows = wrap(plain(text), self.text_width, 8)
         self.query_one("#hint", Text).show(
             [line(Span(row, "bad" if is_error else "dim")) for row in rows]
@@ -196,9 +196,9 @@ class FieldDialog(Dialog[bool]):
                 self.dismiss(True)
 
     async def submit(self, text: str) -> bool:
-        """Use the text, and return whether the dialog should close; subclasses implement it.
+        """Use the text, and return whether the dialog should close.
 
-        The dialog shows an EvenerError that this raises.
+        Subclasses implement it. If it raises an EvenerError, the dialog shows that.
         """
         raise NotImplementedError
 

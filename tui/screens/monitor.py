@@ -67,7 +67,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         yield self.filter_field()
 
     def redraw(self) -> None:
-        """Redraw the screen from the reading that it shows; do nothing before the first one."""
+        """Redraw the screen from the reading that it shows, if there is one yet."""
         snapshot = self.shown
         if snapshot is None:
             return
@@ -240,12 +240,12 @@ class DevicePanel(ListPanel[PanelRow]):
 
     @property
     def position(self) -> Position:
-        """The cursor and the first visible row; the cursor is drawn even without focus."""
+        """The cursor and the first visible row. The cursor is drawn even without focus."""
         return Position(self.cursor, self.top)
 
     @property
     def sample(self) -> DeviceSample | None:
-        """The reading of the device under the cursor, or None without devices.
+        """The reading of the device under the cursor, or None if there are no devices.
 
         On a host's row, this is the reading of its first device.
         """

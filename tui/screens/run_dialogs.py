@@ -56,7 +56,7 @@ class ContinueDialog(FieldDialog):
         self._run = run
 
     async def submit(self, text: str) -> bool:
-        """Resume the run for the given time; raises RequestError if it isn't a duration."""
+        """Resume the run for the given time. Raises RequestError if the text isn't a duration."""
         header, kept = self._run.header, self._run.record.seen
         more = parse_duration(text, "The time")
         self.evener.start_session(
@@ -77,7 +77,7 @@ def errors_file(run: str) -> Path | None:
 
 
 def own_frames(text: str) -> str:
-    """Return a heading and the traceback lines from the user's own files, or "" without any."""
+    """Return a heading and the traceback lines from the user's own files, or "" without such lines."""
     frames = dict.fromkeys(
         found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1])
     )
@@ -158,7 +158,7 @@ class SaveDialog(FieldDialog):
         self._next_step = next_step
 
     async def submit(self, text: str) -> bool:
-        """Write the file, after a confirmation if it exists.
+        """Write the file. If it exists already, ask for a confirmation first.
 
         Raises RequestError for a folder or an unknown ending.
         """
@@ -232,7 +232,7 @@ class TrainDialog(FieldDialog):
         self._written = is_written
 
     async def submit(self, text: str) -> bool:
-        """Start the command; raises RequestError if it isn't `evener launch PLAN SCRIPT`."""
+        """Start the command. Raises RequestError if it isn't `evener launch PLAN SCRIPT`."""
         arguments = read_command(text)
         if not self._written and self._path in arguments:
             await asyncio.to_thread(self._plan.save, Path(self._path))

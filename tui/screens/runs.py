@@ -101,9 +101,9 @@ class RunsScreen(RunActions, SortedScreen):
     def on_mount(self) -> None:
         """Focus the table, and subscribe to the search."""
         self.query_one(RunPanel).focus()
-        self.watch(self.app, "balance", self._followed, init=False)
+        self.watch(self.app, "balance", self._search_changed, init=False)
 
-    async def _followed(self, before: SessionState, state: SessionState) -> None:
+    async def _search_changed(self, before: SessionState, state: SessionState) -> None:
         """Reload the list of runs when a search begins or ends."""
         if self.is_current and (before.run, before.ended) != (state.run, state.ended):
             await self.action_reload()

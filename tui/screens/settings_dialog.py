@@ -68,9 +68,9 @@ def read_setting(app: BaseApp, key: str) -> Any:
 
 
 class SettingsDialog(Dialog[None]):
-    """Dialog with all settings. Changes take effect at once.
+    """Dialog with all settings. Changes take effect immediately.
 
-    The setting with the label `first` is focused, or the first one if there is none.
+    The setting with the label `first` is focused, or the first one if no setting has it.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [

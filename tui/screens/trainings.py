@@ -58,7 +58,7 @@ class TrainingsScreen(SnapshotScreen):
         yield Lines("Log", id="training-log", classes="panel")
 
     def redraw(self) -> None:
-        """Redraw the screen from the reading that it shows; do nothing before the first one."""
+        """Redraw the screen from the reading that it shows, if there is one yet."""
         if (snapshot := self.shown) is not None:
             with self.app.batch_update():
                 rows = self._ended.add_ended(join_trainings(snapshot), snapshot.at_seconds)
@@ -169,7 +169,7 @@ class TrainingsScreen(SnapshotScreen):
 
 
 def _find_summary(run: str) -> Sequence[str]:
-    """Return the lines of a training run's summary; empty if it has none."""
+    """Return the lines of a training run's summary, or no lines if it has none."""
     summary = load_summary(run)
     return describe_summary(summary) if summary is not None else ()
 
@@ -184,7 +184,7 @@ class TrainingPanel(ListPanel[TrainingRow]):
         self.state = ""
 
     def set_data(self, rows: Sequence[TrainingRow], state: str) -> None:
-        """Set the rows; `state` is "paused" or ""."""
+        """Set the rows and the state, which is "paused" or ""."""
         self.state = state
         self.place_rows(rows)
         self.redraw()

@@ -83,7 +83,7 @@ class StartChoices(Lines):
 
 
 class WelcomeDialog(Dialog[str]):
-    """Dialog at the first start; it returns the key of the chosen entry, or None.
+    """Dialog at the first start. It returns the key of the chosen entry, or None.
 
     "b" balances a model, "w" watches what trains now, and "d" shows the demo.
     """
@@ -135,7 +135,7 @@ class WelcomeDialog(Dialog[str]):
 
 
 def write_activity(snapshot: Snapshot | None) -> str:
-    """Describe the current training runs on the devices or, without any, how to start one."""
+    """Describe the training runs that use the devices or, if there are none, how to start one."""
     reports = snapshot.reports if snapshot is not None else ()
     trainings = {report.training or str(report.pid) for report in reports}
     if len(trainings) == 1:

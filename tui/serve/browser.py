@@ -96,7 +96,10 @@ class BrowserServer(Server):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests without the token or from other hosts or pages; add security headers."""
+        """Refuse requests without the token or from other hosts or pages.
+
+        The pages that are served to other requests get security headers.
+        """
         host = request.headers.get("Host", "")
         origin = request.headers.get("Origin")
         token = request.path.split("/")[1]

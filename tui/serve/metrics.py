@@ -1,7 +1,7 @@
 """Serve readings of devices and training runs as metrics for Prometheus.
 
-Device metrics have the names and labels of NVIDIA's dcgm-exporter; those of training runs begin
-with `evener_`. Values that are unknown or out of date are left out.
+Metrics of devices have the names and labels of NVIDIA's dcgm-exporter. The names of training
+metrics begin with `evener_`. Values that are unknown or out of date are left out.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ WHAT_IS_SERVED = (
 
 
 class _Reading:
-    """Prometheus collector of the latest reading; `latest` returns None before the first one."""
+    """Prometheus collector of the latest reading, which `latest` returns.
+
+    `latest` returns None before the first reading.
+    """
 
     def __init__(self, latest: Callable[[], Snapshot | None]) -> None:
         self._latest = latest
 
     def collect(self) -> Iterable[Any]:
-        """Return the metrics of the latest reading; empty before the first one."""
+        """Return the metrics of the latest reading, or none before the first one."""
         snapshot = self._latest()
         return () if snapshot is None else metric_families(snapshot)
 
@@ -122,7 +125,7 @@ class _Server4(ThreadingWSGIServer):
         self._clients.close(request, super().shutdown_request)
 
     def service_actions(self) -> None:
-        """Cut off late connections; called regularly by the server's loop."""
+        """Cut off late connections. The server's loop calls this regularly."""
         self._clients.cut_off_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

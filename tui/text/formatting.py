@@ -25,7 +25,7 @@ def unbroken(text: str) -> str:
 
 
 def folded(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Wrap text at `width` columns, without breaking words or numbers; None doesn't wrap it.
+    """Wrap text at `width` columns without breaking words or numbers. None doesn't wrap it.
 
     Lines after the first begin with `indent`. The width is at least 20.
     """
@@ -55,7 +55,7 @@ def energy_cells(
 
 
 class Table(NamedTuple):
-    """A text table with aligned columns; the first row is the heading.
+    """A text table with aligned columns. The first row is the heading.
 
     - `numbers_from`: the first column that is aligned to the right.
     - `note`: a text below the table.

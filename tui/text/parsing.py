@@ -192,7 +192,7 @@ def _parse_value(text: str) -> Any:
 
 
 def parse_words(text: str | None) -> list[str] | None:
-    """Split a comma-separated list; None stays None.
+    """Split a comma-separated list, or return None for None.
 
     Raises RequestError for an empty word.
     """
@@ -224,10 +224,11 @@ def parse_duration(text: str, option: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], positions: Sequence[int]) -> str:
-    """Return a value for `--devices` that names only the devices of `spec` at some positions.
+    """Return a `--devices` value that names only some of the devices in `spec`.
 
-    `positions` are indices in `devices`, which are all devices of `spec`. Raises RequestError if
-    there are none, or if `spec` is the file of a simulated machine and some are left out.
+    `devices` are all devices in `spec`, and `positions` are the indices of those to keep. Raises
+    RequestError if there are none, or if `spec` is the file of a simulated machine and some are
+    left out.
     """
     if not positions:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")

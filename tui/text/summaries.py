@@ -416,7 +416,7 @@ def gain_text(best: RatedLayout, rated: RatedLayout) -> str:
     """Return the plan's gain over another layout: "+20 %", "tie", or "" if it can't be compared.
 
     Returns "unclear" if the other layout's speed is too uncertain. If the plan is compared with the
-    sum of all devices' speeds alone, returns the percentage of that sum that it reaches.
+    sum of all devices' speeds alone, returns which percentage of the sum the plan reaches.
     """
     gain = rated.gain_of(best)
     if gain is None:

@@ -76,7 +76,7 @@ class AlertWatch:
 
     @property
     def reported(self) -> frozenset[str]:
-        """The device keys and training run ids with a reported problem that still lasts."""
+        """The keys of devices and ids of training runs that still have a reported problem."""
         return frozenset(about for _, about in self._reported)
 
 

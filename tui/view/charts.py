@@ -111,8 +111,8 @@ def draw_reading(
 ) -> Span:
     """Draw a reading in `width` cells, aligned to the right.
 
-    A current value has the tone `tone`. Old and missing values have the tone "dim", and those of a
-    lost device "bad".
+    A current value has the tone `tone`. Old and missing values are drawn in the tone "dim", and a
+    lost device in the tone "bad".
     """
     text, current = reading_text(reading, format_value, width)
     if not current:

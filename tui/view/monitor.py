@@ -101,7 +101,7 @@ def alert_line(alert: Alert, unread: int, width: int) -> Line:
 
 
 def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
-    """Return the lines of all alerts with their times."""
+    """Return the texts of all alerts with their times, as lines."""
     if not alerts:
         words = (
             "No alert so far: a device that is hot, throttled, silent, or idle while a training "

@@ -166,7 +166,7 @@ class Canvas:
     def stroke(
         self, start: tuple[int, int], end: tuple[int, int], tone: Tone, step_size: int
     ) -> None:
-        """Draw a straight line of dots, but only every `step_size`-th one of them."""
+        """Draw a straight line of dots, but only one of every `step_size` dots."""
         across, down = end[0] - start[0], end[1] - start[1]
         steps = max(abs(across), abs(down), 1)
         for step in range(0, steps + 1, step_size):

@@ -74,7 +74,7 @@ def count_rows(state: SessionState, width: int) -> int:
 
 
 def _shares(state: SessionState, width: int) -> list[Line]:
-    """Draw the plan's shares. Returns no lines for a single device, or without room."""
+    """Draw the plan's shares. Returns no lines for a single device, or if there is no room."""
     chosen = chosen_layout(state)
     if chosen is None or len(chosen.active) < 2 or width < 20:
         return []

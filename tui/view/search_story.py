@@ -173,7 +173,7 @@ def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
 
 
 def best_text(state: SessionState) -> str:
-    """Return the highest samples/s so far, or "" without measurements."""
+    """Return the highest samples/s so far, or "" if nothing has been measured."""
     points = best_over_time(state)
     if not points:
         return ""

@@ -52,7 +52,7 @@ class Grid(NamedTuple, Generic[RowT]):
     draw: Callable[[RowT, Mapping[str, int], int, bool], Line] | None = None
 
     def widths(self, width: int, rows: Sequence[RowT]) -> dict[str, int]:
-        """Return the width of each visible column in cells, by its key."""
+        """Return the widths of the visible columns in cells, by the columns' keys."""
         # Each column starts with the first of its `widths`. While there are cells left, the columns
         # take their second widths, from left to right, then their third widths, and so on.
         # Remaining cells go to the columns that may be as wide as `most`, from right to left.
@@ -80,7 +80,7 @@ class Grid(NamedTuple, Generic[RowT]):
 
 
 class Order(NamedTuple):
-    """The key of the column to sort by, and the direction; "" keeps the order of the rows."""
+    """The key of the column to sort by, and the direction. The key is "" if rows aren't sorted."""
 
     key: str = ""
     descending: bool = True

@@ -159,7 +159,7 @@ def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
 
 
 def shade_tone(tone: Tone, height: float) -> Tone:
-    """Return the shade of a tone for a row of a graph; lower rows are darker.
+    """Return the shade of a tone for a row of a graph. Lower rows are darker.
 
     `height` is the upper edge of the row, from 0 (bottom) to 1 (top). `tone` must have shades.
     """
@@ -170,7 +170,10 @@ def shade_tone(tone: Tone, height: float) -> Tone:
 
 
 def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | None:
-    """Return the Unix time of the first reading in a column of cells; None outside the history."""
+    """Return the Unix time of the first reading in a column of cells.
+
+    Returns None if the column is outside the history.
+    """
     if window.stretch > 1:
         tick = (window.first_cell + column) * 2 // window.stretch
     else:

@@ -238,7 +238,7 @@ def _draw_level_line(text: str, tone: Tone) -> tuple[Span, ...]:
 
 
 def _add(histories: Sequence[Values]) -> Values:
-    """Add the values of several devices; a sum is None if one of its values is unknown."""
+    """Add the values of several devices. A sum is None if one of its values is unknown."""
     return tuple(
         None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
     )

@@ -131,7 +131,7 @@ def _speed(number: float) -> tuple[Span, ...]:
 
 
 def _dimmed_if_ended(column: Column[Any]) -> Column[Any]:
-    """Return the column with its cells dim for training runs that have ended."""
+    """Return a column that is drawn dim for training runs that have ended."""
 
     def draw(row: Any, width: int) -> tuple[Span, ...]:
         spans = column.draw(row, width)

@@ -59,7 +59,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         state: SessionState | None = None,
         samples: Sequence[DeviceSample | None] | None = None,
     ) -> None:
-        """Update the state of the search and the readings of its devices; None keeps them."""
+        """Set the state of the search or the readings of its devices. None changes nothing."""
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = search_device_rows(state, self._samples)
@@ -204,7 +204,7 @@ class BalanceView(UsesApp, Widget):
     def _top_rows(self, width: int, frame: int, max_rows: int) -> int:
         """Return the height of the panel with the progress or the result, in lines.
 
-        A result takes at most `max_rows` lines, or fewer if there is room for charts below it.
+        A result takes at most `max_rows` lines, or fewer if that leaves room for charts below it.
         """
         if self.shows_result:
             with_charts = max_rows - LEAST_CHART - frame - 2

@@ -223,7 +223,7 @@ class SortedPanel(ListPanel[RowT]):
         self.action_sort(self.order.key)
 
     def action_sort(self, key: str) -> None:
-        """Sort by the column with this key, or reverse the order if it is sorted by it already."""
+        """Sort by the column with this key. If it is the current one, reverse the order."""
         self.order = chosen_order(self.COLUMNS, key, self.order)
         self.redraw()
 

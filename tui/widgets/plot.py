@@ -78,7 +78,7 @@ class ChartPanel(Lines):
             self.post_message(self.Moved(x))
 
     def action_step(self, steps: int) -> None:
-        """Move the cursor by `steps` points to the right; negative ones move it to the left."""
+        """Move the cursor to the right by `steps` points, or to the left if it is negative."""
         stops = self.chart.stops()
         if not stops:
             return
