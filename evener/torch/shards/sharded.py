@@ -286,10 +286,9 @@ class Sharded:
     # ------------------------------------------------------------------ a backward pass
 
     def arm(self, batch: Any) -> None:
-        """Prepare for a backward pass that has just begun.
+        """Prepare for a backward pass that has just begun at the model's outputs.
 
-        `batch` is the batch of the outputs from which it began. Raises RequestError with
-        `create_graph=True`.
+        `batch` is the batch of these outputs. Raises RequestError with `create_graph=True`.
         """
         # once per backward pass; for further outputs, only record that it has reached them
         if torch.is_grad_enabled():
