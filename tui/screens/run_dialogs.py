@@ -77,7 +77,10 @@ def errors_file(run: str) -> Path | None:
 
 
 def own_frames(text: str) -> str:
-    """Return a heading and the traceback lines from the user's own files, or "" without such lines."""
+    """Return the traceback lines from the user's own files, below a heading.
+
+    Returns "" if there are none.
+    """
     frames = dict.fromkeys(
         found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1])
     )
