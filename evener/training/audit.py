@@ -394,8 +394,8 @@ _MEAN = (
 CAUSES = {
     "collation": LikelyCause(
         "The batch function (collate_fn) makes something else of the same rows when other rows are"
-        " beside them: rows padded to the longest beside them where the model has no mask, rows"
-        " mixed with each other, or weights by the batch's classes",
+        " beside them: rows padded to the longest beside them where the model has no mask or looks"
+        " past it, rows mixed with each other, or weights by the batch's classes",
         "Pad all rows to one length or give the model their mask, and do in the loss or the model"
         " what looks at the other rows of a batch.",
     ),

@@ -65,6 +65,13 @@ class Texts(Points):
         return self.x[row, 0] + torch.arange(row * 7 % 9 + 1.0), self.y[row]
 
 
+class Words(Points):
+    """A data set of rows with 1 to 9 words, which are numbers above 0."""
+
+    def __getitem__(self, row: int) -> Any:
+        return torch.arange(row * 7 % 9 + 1) + 1, self.y[row]
+
+
 def pad(rows: Any) -> Any:
     """Pad rows with zeros to the longest."""
     values = nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True)
@@ -162,6 +169,26 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.last(self.attention(self.layers(x[..., None])[0]).mean(1))
+
+
+class Neighbors(nn.Module):
+    """Adds the next word's embedding to that of each word, as MobileBERT does.
+
+    The embedding of padding is zero at first. If the head has the same weight, it doesn't stay so.
+    """
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4, padding_idx=0)
+        self.head = nn.Linear(4, 10, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Any) -> Any:
+        words = self.embedding(x)
+        words = (words + functional.pad(words[:, 1:], (0, 0, 0, 1))).tanh()
+        mask = (x != 0)[..., None]
+        return self.head((words * mask).sum(1) / mask.sum(1))
 
 
 class Late(nn.Module):
@@ -325,6 +352,18 @@ def test_only_weights_whose_values_are_all_equal_are_moved() -> None:
         moved = [not torch.equal(*pair) for pair in zip(tensors, before, strict=True)]
     assert moved == [True, False, True, False, True]
     assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize(("is_tied", "cause"), [(True, "collation"), (False, "")])
+def test_padding_that_is_zero_only_before_the_first_step_is_found(
+    is_tied: bool, cause: str
+) -> None:
+    """Before the first step, the gradient doesn't depend on the padding of rows."""
+
+    def judge(model: Any, x: Any, y: Any) -> Any:
+        return functional.cross_entropy(model(x), y)
+
+    assert find_cause(partial(Neighbors, is_tied), judge, Words, pad) == cause
 
 
 def test_gradients_that_are_freed_one_by_one_have_the_same_sums() -> None:

@@ -101,10 +101,11 @@ class GradientSketcher:
         """Context manager to compute gradients in, with full precision and without dropout.
 
         With `add_noise`, noise is added to weights whose values are all the same, such as a head
-        initialized to zero. On exit, everything is restored.
+        initialized to zero, and to trained embeddings of padding. On exit, everything is restored.
         """
         # weights with only equal values, as in a head initialized to zero, can make the gradients
-        # of other weights zero
+        # of other weights zero; an embedding of padding that is zero only before the first step can
+        # make padding look like the end of a row
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -123,7 +124,8 @@ class GradientSketcher:
                 keep_with_frozen(*self._modules, *self._holders, excluded=self._excluded),
             ]
             if add_noise:
-                stack.enter_context(_with_noisy_weights(self._tensors.values()))
+                padding = _list_trained_padding(self._modules)
+                stack.enter_context(_with_noisy_weights([*self._tensors.values(), *padding]))
             self._at_once = _has_room(self._tensors.values())
             yield self
 
@@ -314,6 +316,28 @@ def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
     finally:
         for data, value in moved:
             data.fill_(value)
+
+
+def _list_trained_padding(modules: Iterable[Any]) -> list[torch.Tensor]:
+    """Return each embedding of padding that training changes, as a view of its weight.
+
+    An embedding layer gives its `padding_idx` no gradient. Training changes that row only if
+    another layer uses the same weight, such as a language model's head.
+    """
+    padded: list[torch.nn.Embedding | torch.nn.EmbeddingBag] = []
+    others: set[int] = set()
+    for module in modules:
+        is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if is_embedding and module.padding_idx is not None:
+            padded.append(module)
+        else:
+            others |= set(map(id, module._parameters.values()))
+    shared = [each for each in padded if id(each.weight) in others and each.weight.requires_grad]
+    return [
+        each.weight.data[each.padding_idx]
+        for each in shared
+        if type(each.weight.data) is torch.Tensor and each.weight.ndim == 2
+    ]
 
 
 def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
