@@ -35,9 +35,9 @@ Stages:
    nothing new is predicted. For a number of devices that was never measured, c_k is assumed low, so
    that using fewer devices gets tried; for more devices than any split had, c_k is at least what a
    known link takes (`model/link_time`). If the user set no batch, the smallest split predicted to
-   be within the tolerance of the fastest (`within`) is raced. A device that may be faster alone
-   than every split is measured while the others are idle (stage `rest`); for a fixed batch, this
-   may happen before the first split.
+   be within the tolerance of the fastest (`smallest_fast_enough`) is raced. A device that may be
+   faster alone than every split is measured while the others are idle (stage `rest`); for a fixed
+   batch, this may happen before the first split.
 3. `race`: every requested family (`balancer/families`) names its candidates, and all are measured
    in turns. They are compared within each turn, so that drift of the machine's speed between turns
    cancels (`ranking`). The best single device always takes part. Packs of several trainings grow

@@ -321,7 +321,9 @@ class Evaluation:
             for one in self._results_that_ran
             if self.problem.global_batch in (None, one.global_batch)
         ]
-        distinct = [one for one in fit if one in raced or not _is_like_any(one, raced)] or fit
+        distinct = [
+            one for one in fit if one in raced or not _is_indistinguishable(one, raced)
+        ] or fit
         wanted = self.options.families
         requested = [one for one in distinct if one in raced or family_of(one).name in wanted]
         return requested or distinct
@@ -509,6 +511,6 @@ class Evaluation:
         return (sharding or self.policy).curves(layout)
 
 
-def _is_like_any(layout: Layout, others: dict[Layout, Candidate]) -> bool:
+def _is_indistinguishable(layout: Layout, others: dict[Layout, Candidate]) -> bool:
     """Whether a measurement couldn't distinguish the layout from one of the others."""
     return any(same_measurement(layout, each) for each in others)

@@ -253,14 +253,14 @@ class MachineModel:
         Its micro-batches may be smaller than those of `lay_out`.
         """
         layouts = (self.lay_out(shares, known_to_fit) for known_to_fit in (False, True))
-        return next((layout for layout in layouts if self.surely_fits(layout)), None)
+        return next((layout for layout in layouts if self.is_sure_to_fit(layout)), None)
 
     def fits(self, layout: Layout) -> bool:
         """Whether a layout will probably fit in memory."""
         both = zip(layout.pass_rows, self.devices, strict=True)
         return all(rows <= device.guessed_rows for rows, device in both)
 
-    def surely_fits(self, layout: Layout) -> bool:
+    def is_sure_to_fit(self, layout: Layout) -> bool:
         """Whether a layout is sure to fit in memory, judged by the batches that ran."""
         return all(layout.pass_rows[i] <= self.devices[i].certain_rows for i in layout.active)
 

@@ -197,7 +197,7 @@ class Observations:
         """
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
-        recovered = [i for i in active if self.recovered(i)]
+        recovered = [i for i in active if self.has_recovered(i)]
         valid = (one for one in checked if not any(one.was_throttled(i) for i in recovered))
         return {one.probe.turn: one for one in valid}
 
@@ -329,7 +329,7 @@ class Observations:
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
         return max(alone, default=0.5)
 
-    def recovered(self, position: int) -> bool:
+    def has_recovered(self, position: int) -> bool:
         """Whether the device wasn't throttled when it was last measured.
 
         Only measurements from the final comparison and later count. False if there are none.

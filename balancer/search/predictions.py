@@ -168,7 +168,7 @@ class Predictions:
         reach = device.trusted_rows(device.solo_curve, device.largest_in_one_pass)
         return self._best_alone(DeviceCurve(position, device.solo_curve, reach))
 
-    def within(self, fraction: float) -> Allocation | None:
+    def smallest_fast_enough(self, fraction: float) -> Allocation | None:
         """Return the allocation with the smallest batch that is predicted to be fast enough.
 
         It may be slower than the fastest by at most `fraction` times the tolerance. None if a

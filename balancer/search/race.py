@@ -208,7 +208,6 @@ class Race:
         Afterwards, there must still be time for a round of all layouts.
         """
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
-        # the smallest first
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
         for layout in wanted:
             reserved = self.turn_seconds

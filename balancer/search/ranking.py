@@ -253,7 +253,7 @@ def _pooled_deviation(assumed_variance: float, values: Sequence[float]) -> float
     """
     mean = fmean(values)
     spread = math.fsum((value - mean) ** 2 for value in values)
-    # `assumed` counts as much as `DRIFT_WEIGHT` turns
+    # `assumed_variance` counts as much as `DRIFT_WEIGHT` turns
     return math.sqrt((DRIFT_WEIGHT * assumed_variance + spread) / (DRIFT_WEIGHT + len(values) - 1))
 
 

@@ -112,7 +112,7 @@ class RowPolicy:
         whole = [layout for layout in ranked if self.seen.first_failure(layout) is None]
         best = (whole or ranked)[0]
         at_once = layout_of(best.shares)
-        if best == at_once or not self.machine.surely_fits(at_once):
+        if best == at_once or not self.machine.is_sure_to_fit(at_once):
             return [best]
         return [best, at_once]
 
@@ -218,7 +218,7 @@ class RowPolicy:
         if not found:
             fastest = self.predictions.fastest_split if self.machine.splits else None
             layout = self.predictions.layout(fastest) if fastest else None
-            return [layout] if layout and self.machine.surely_fits(layout) else []
+            return [layout] if layout and self.machine.is_sure_to_fit(layout) else []
         chosen = self._preferred_split(found)
         return [
             chosen,
@@ -261,7 +261,7 @@ class RowPolicy:
         if fastest and fastest.samples_per_second > least:
             raced = [one.probe.layout for one in self.seen.timed_race()]
             found.append(self._nearest_raced(self.predictions.layout(fastest), raced))
-        return [layout for layout in found if self.machine.surely_fits(layout)]
+        return [layout for layout in found if self.machine.is_sure_to_fit(layout)]
 
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
         """Yield splits with smaller batches than `chosen` that are predicted to be fast enough."""
@@ -274,7 +274,7 @@ class RowPolicy:
         leader = max(turns.values(), key=lambda turn: throughput(turn).value)
         for part in PARTS:
             # slower by the whole tolerance or, if that was measured as too slow, by half of it
-            wanted = self.predictions.within(part)
+            wanted = self.predictions.smallest_fast_enough(part)
             if wanted is None or wanted.global_batch == chosen.global_batch:
                 return
             layout = self._nearest_raced(self.predictions.layout(wanted), turns)

@@ -181,10 +181,10 @@ class Sharding:
     def _smaller_whole_step(self, budget: Budget) -> Probe | None:
         """Return a step over all devices with fewer rows, after one ran out of memory, or None.
 
-        Measuring single devices again would tell more, so such a step is used only if that would
-        take long, because their processes have ended.
+        It is used only if measuring single devices again would take long, because their processes
+        have ended.
         """
-        if not budget.is_expensive(budget.starts.alone):
+        if not budget.is_expensive(budget.starts.longest_single_start):
             return None
         division, problem = self._division, self.policy.problem
         whole = [one for one in self._never_out_of_memory(self._seen) if one.probe.layout.state]

@@ -117,7 +117,7 @@ class SoloStage:
         if memory.line is not None or len(device.evidence.alone) > 1:
             return False
         # it ran out of memory before the second batch
-        return self._is_new(device, self._small_batch(device))
+        return self._is_unmeasured(device, self._small_batch(device))
 
     def _devices_worth_waiting_for(self, due: Batches) -> Batches:
         """Return which devices should measure their second batch in the next round.
@@ -178,9 +178,9 @@ class SoloStage:
             measured = sorted({self._quantum, *(point.batch for point in one.evidence.alone)})
             batch = even or max(self._quantum, self._middle_of_widest_gap(measured))
             # equal shares may prolong the round, because every plan is compared with them
-            if self._probe_seconds(one, batch) <= (1 + bool(even)) * longest and self._is_new(
-                one, batch
-            ):
+            if self._probe_seconds(one, batch) <= (
+                1 + bool(even)
+            ) * longest and self._is_unmeasured(one, batch):
                 batches[one] = batch
         return batches
 
@@ -206,7 +206,7 @@ class SoloStage:
         for one in self._devices_of_split:
             # in the middle of a gap, the samples/s may have a peak
             batch = self._even_share(one) or self._gap_at_best(one)
-            if self._is_new(one, batch):
+            if self._is_unmeasured(one, batch):
                 wanted[one] = batch
         if not wanted:
             return ()
@@ -289,7 +289,7 @@ class SoloStage:
         for position, share in self._most_promising.shares if self._most_promising else ():
             one = self._machine.devices[position]
             batch = min(self._micro_batch(position, share), one.trusted_alone_rows)
-            if not self._would_show_more(one, batch):
+            if not self._may_show_higher_speed(one, batch):
                 continue
             seconds = self._probe_seconds(one, batch)
             if self._has_time(seconds, _step_seconds(one, batch)):
@@ -338,12 +338,12 @@ class SoloStage:
             COMES_TRUE * (most_promising.samples_per_second / known.samples_per_second - 1) - error
         )
 
-    def _would_show_more(self, device: DeviceModel, share: int) -> bool:
+    def _may_show_higher_speed(self, device: DeviceModel, share: int) -> bool:
         """Whether measuring this batch may show that the device is faster than predicted."""
         if (
             device.solo_curve is None
             or device.lower_bound is None
-            or not self._is_new(device, share)
+            or not self._is_unmeasured(device, share)
         ):
             return False
         if share > device.memory.largest_ran:
@@ -351,7 +351,7 @@ class SoloStage:
         # the lower bound is clearly below the fitted curve there
         return device.lower_bound.seconds(share) < (1 - TIE) * device.solo_curve.seconds(share)
 
-    def _is_new(self, device: DeviceModel, batch: int) -> bool:
+    def _is_unmeasured(self, device: DeviceModel, batch: int) -> bool:
         """Whether neither this batch nor one close to it was measured on the device yet."""
         return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in device.points)
 
@@ -430,7 +430,7 @@ class SoloStage:
         surely = device.memory.largest_in_proportion()
         if surely is None:
             return second
-        if self._budget.is_expensive(self._budget.starts.after_out_of_memory):
+        if self._budget.is_expensive(self._budget.starts.out_of_memory_restart_seconds):
             likely = SAFE_GROWTH * first
         elif self._budget.time.times_single_step(_step_seconds(device, second)):
             likely = 2 * first

@@ -127,7 +127,7 @@ class SplitStage:
         if wanted is None or not self._is_clearly_faster(wanted):
             return None
         layout = self._predictions.layout(wanted)
-        if not layout.traits.together or any(_is_like(layout, seen) for seen in tried):
+        if not layout.traits.together or any(_is_indistinguishable(layout, seen) for seen in tried):
             return None
         return wanted
 
@@ -194,7 +194,7 @@ class SplitStage:
         if wanted.samples_per_second > best:
             return wanted
         # a batch that may not fit is tried even if it isn't expected to win
-        untried = unsure and not self._machine.surely_fits(self._predictions.layout(wanted))
+        untried = unsure and not self._machine.is_sure_to_fit(self._predictions.layout(wanted))
         return wanted if untried else None
 
     def _never_measured_with_others_idle(self) -> list[int]:
@@ -220,7 +220,7 @@ class SplitStage:
         return all(abs(point.batch - batch) > SAME_BATCH * point.batch for point in points)
 
 
-def _is_like(layout: Layout, observation: Observation) -> bool:
+def _is_indistinguishable(layout: Layout, observation: Observation) -> bool:
     """Whether an observed split is this layout, or too similar to be worth another measurement."""
     if isinstance(observation, Timed) and observation.is_single_step:
         # after a single step, similar splits aren't measured either

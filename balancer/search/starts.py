@@ -46,7 +46,7 @@ class StartTimes:
         paid = [seconds for seconds in own if seconds]
         if paid and layout.traits.alone and self._groups_end_others and self._a_group_started:
             return min(paid)
-        ends = self._exit_counts[layout.group_key] if self.after_out_of_memory else 0
+        ends = self._exit_counts[layout.group_key] if self.out_of_memory_restart_seconds else 0
         start_each_time = len(paid) > 1 + ends
         are_down = 0 < len(paid) <= ends
         return min(paid) if start_each_time or are_down else 0.0
@@ -56,12 +56,12 @@ class StartTimes:
         return any(one.probe.layout.traits.together for one in self._seen.in_stage(Stage.SPLIT))
 
     @cached_property
-    def alone(self) -> float:
+    def longest_single_start(self) -> float:
         """The longest start of a process for a single device, in seconds; 0 if none is known."""
         return max((seen.restart_seconds for seen in self._seen.timed(Stage.SOLO)), default=0.0)
 
     @cached_property
-    def after_out_of_memory(self) -> float:
+    def out_of_memory_restart_seconds(self) -> float:
         """Seconds to restart a process that ran out of memory; 0 if such processes keep running."""
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
         for seen in self._seen.in_stage(Stage.SOLO):
@@ -73,7 +73,7 @@ class StartTimes:
             for before, after in pairwise(each):
                 if isinstance(before, OutOfMemory) and isinstance(after, Timed):
                     went_on.append(not after.restart_seconds)
-        return 0.0 if went_on and all(went_on) else self.alone
+        return 0.0 if went_on and all(went_on) else self.longest_single_start
 
     @cached_property
     def _by_children(self) -> dict[Layout, list[float]]:
@@ -108,8 +108,8 @@ class StartTimes:
             pack = self._pack_seconds(layout.processes)
             if pack is not None:
                 return pack
-        more = (family_of(layout).start_cost - 1.0) * self.alone
-        return (self.alone + min(more, GROUP_SECONDS)) * layout.processes
+        more = (family_of(layout).start_cost - 1.0) * self.longest_single_start
+        return (self.longest_single_start + min(more, GROUP_SECONDS)) * layout.processes
 
     def _pack_seconds(self, processes: int) -> float | None:
         """Return how many seconds several jobs on one device are expected to take to start.

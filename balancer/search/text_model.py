@@ -161,7 +161,7 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ costs
 
     @cached_property
-    def alone(self) -> tuple[StepCost | None, ...]:
+    def costs_alone(self) -> tuple[StepCost | None, ...]:
         """The cost of a step on each device alone; None where it is unknown.
 
         Other devices may compute at the same time, each in its own process.
@@ -205,7 +205,8 @@ class TextModel(MachineModel):
         None where it is unknown.
         """
         return tuple(
-            one and one.slowed(self._contention_factor(i, one)) for i, one in enumerate(self.alone)
+            one and one.slowed(self._contention_factor(i, one))
+            for i, one in enumerate(self.costs_alone)
         )
 
     def _contention_factor(self, position: int, alone: StepCost) -> float:
@@ -223,7 +224,7 @@ class TextModel(MachineModel):
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
         """Return the known costs of devices that train together, or of a single device alone."""
-        costs = self.costs if len(positions) > 1 else self.alone
+        costs = self.costs if len(positions) > 1 else self.costs_alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]
 
@@ -234,7 +235,7 @@ class TextModel(MachineModel):
         """
         found = []
         for position in split.probe.layout.active:
-            cost = self.alone[position]
+            cost = self.costs_alone[position]
             work = _work(split, position)
             if cost and work:
                 found.append(cost.seconds(work))
@@ -290,7 +291,7 @@ class TextModel(MachineModel):
     @cached_property
     def devices_with_cost(self) -> tuple[int, ...]:
         """The positions of usable devices whose cost is known."""
-        return tuple(i for i in self.live if self.alone[i] is not None)
+        return tuple(i for i in self.live if self.costs_alone[i] is not None)
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
         """Return the layout that assigns a batch to these devices by the cost of its rows."""

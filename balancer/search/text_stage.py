@@ -68,7 +68,7 @@ class TextStage:
         The keys are device positions. None means that the device has nothing to measure.
         """
         layouts = {i: layout for i, layout in layout_by_device.items() if layout}
-        costs_known = all(self._machine.alone[i] for i in layout_by_device)
+        costs_known = all(self._machine.costs_alone[i] for i in layout_by_device)
         ends_with: Stage = Stage.SOLO if costs_known else Stage.RACE  # no plan without costs
         if not all(self._budget.affords(layout, ends_with) for layout in layouts.values()):
             return ()
@@ -144,10 +144,10 @@ class TextStage:
     # ------------------------------------------------------------------ global batches
 
     def _next_global_batch(self, position: int) -> Layout | None:
-        """Return the layout with the global batch on one device, or None if there is none to try.
+        """Return the layout with the whole global batch on one device, or None.
 
-        After running out of memory, it has smaller passes. None after a success or too many
-        attempts.
+        If it ran out of memory before, its passes are smaller now. None if it ran, if it failed for
+        another reason or too often, or if the device can't hold the longest row.
         """
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)

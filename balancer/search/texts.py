@@ -83,13 +83,11 @@ class TextPolicy:
         """
         if not splits:
             return []
-        # rows are assigned in the order of the data, like in a training without a plan
         split = splits[0]
         devices = self.problem.devices
         even = split_evenly(devices, split.active, split.global_batch, self.machine.quantum)
         if even is None:
             return []
-        # a pass has so few rows that it fits even if all have the longest length
         longest = self.problem.lengths[-1]
         rows = []
         for share, limit in zip(even.shares, self.machine.token_limits, strict=True):

@@ -347,9 +347,9 @@ def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tenso
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:
-    """Return whether a class of this name and package is the value's class or a base of it.
+    """Return whether a value is an instance of a class with this name from this package.
 
-    Nothing is imported. For lightning, `pytorch_lightning` counts too.
+    Subclasses count. Nothing is imported. For lightning, `pytorch_lightning` counts too.
     """
     kinds = type(value).__mro__
     return any(

@@ -31,8 +31,8 @@ FEWEST_SIZES = 2
 class DeviceEvidence(msgspec.Struct, frozen=True):
     """All measurements of one device.
 
-    `rounds` is the number of rounds in which the device was measured alone, without gradient
-    accumulation. `lost` is the reason why it can't be used; "" if it can.
+    `rounds` is the number of its probes in the solo stage, without those in several
+    gradient-accumulation passes. `lost` is the reason why it can't be used; "" if it can.
     """
 
     alone: tuple[
@@ -96,7 +96,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 
 
 class _ObservationsByUse(msgspec.Struct):
-    """The observations of one device, by what else ran at the same time."""
+    """The observations of one device, grouped by how it was measured."""
 
     # alone in one pass, while the other devices computed too
     rounds: list[Observation] = []

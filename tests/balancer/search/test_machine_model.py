@@ -148,10 +148,10 @@ def test_the_widest_split_says_what_exchange_costs_whichever_was_measured_last()
 
 def test_what_safely_fits_ran_or_is_little_more() -> None:
     found = model(*SOLOS)
-    assert found.surely_fits(Layout("split", (500, 500)))
-    assert found.surely_fits(Layout("split", (625, 10)))
-    assert not found.surely_fits(Layout("split", (640, 10)))
-    assert not found.surely_fits(Layout("split", (10, 640)))
+    assert found.is_sure_to_fit(Layout("split", (500, 500)))
+    assert found.is_sure_to_fit(Layout("split", (625, 10)))
+    assert not found.is_sure_to_fit(Layout("split", (640, 10)))
+    assert not found.is_sure_to_fit(Layout("split", (10, 640)))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_predictions_are_what_brute_force_finds() -> None:
     single = predicted.fastest_single
     assert single is not None
     assert predicted.layout(single) == solo(2, 0, 600)
-    assert predicted.within(1.0) is None
+    assert predicted.smallest_fast_enough(1.0) is None
     assert predicted.best_single_rate == pytest.approx(600 / 0.07, rel=1e-3)
     slow = Timed(
         Probe(solo(2, 0, 600), Stage.REST, 1.0),

@@ -59,7 +59,7 @@ def test_a_child_that_ran_out_of_memory_is_taken_to_have_ended() -> None:
 
 def test_children_that_go_on_after_running_out_of_memory_cost_no_start() -> None:
     seen = (*FIRST, full(64, 1), ran(32, 2, 0.0))
-    assert starts(*seen).after_out_of_memory == 0.0
+    assert starts(*seen).out_of_memory_restart_seconds == 0.0
     assert starts(*seen, full(48, 3)).seconds(NEXT) == 0.0
     other = (full(64, 1, position=1),)
     assert starts(*seen, *other).seconds(solo(2, 1, 16)) == 0.0
@@ -79,7 +79,7 @@ def test_a_child_that_says_that_it_goes_on_costs_no_start_although_it_never_ran(
 
 def test_children_that_end_cost_a_start_on_each_device() -> None:
     seen = (*FIRST, full(64, 1), ran(4, 2, LOAD_SECONDS), ran(16, 3, 0.0))
-    assert starts(*seen).after_out_of_memory == LOAD_SECONDS
+    assert starts(*seen).out_of_memory_restart_seconds == LOAD_SECONDS
 
 
 def test_the_order_of_observations_does_not_matter() -> None:

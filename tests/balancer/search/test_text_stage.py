@@ -73,7 +73,7 @@ def test_until_there_is_a_cost_passes_may_take_all_of_the_budget() -> None:
     )
     assert sum(one.elapsed_seconds for one in seen if one.probe.layout.shares[0]) > 0.4 * 6.0 + 2.0
     assert isinstance(search.evaluation.machine, TextModel)
-    assert all(search.evaluation.machine.alone)
+    assert all(search.evaluation.machine.costs_alone)
 
 
 @pytest.mark.parametrize("median", [20, 64, 200])

@@ -84,7 +84,7 @@ def test_it_is_not_smaller_than_what_the_whole_tolerance_allows(bench: Bench) ->
     fastest = max(
         one.samples_per_second for one in (found.fastest_split, found.fastest_single) if one
     )
-    smallest = [(part, one) for part in PARTS if (one := found.within(part))]
+    smallest = [(part, one) for part in PARTS if (one := found.smallest_fast_enough(part))]
     assert [one.global_batch for _, one in smallest] == sorted(
         one.global_batch for _, one in smallest
     )
