@@ -29,6 +29,8 @@ from .types import End, Facts, Failed, KnownLink, Observation, OutOfMemory, Prob
 
 GRACE_SECONDS = 2.0  # seconds beyond the budget for probes that are still running when it ends;
 GRACE_SHARE = 0.1  # or this fraction of the budget, if that is more and a probe is running steps
+# a probe that was stopped earlier in a phase of its start isn't named as unfinished
+LEAST_PHASE_SECONDS = 1.0
 STEPPING = ("warming up", "measuring")
 POLL_SECONDS = 0.1  # interval of looking whether a build has ended
 # the seconds that these phases may take, even beyond the budget, as long as no probe has ended
@@ -300,7 +302,7 @@ class Session(EventThread):
         running = tuple(
             one
             for one in tuple(self._running.values())  # probes still report from their own threads
-            if one.phase_seconds >= 1 or self._interrupted
+            if one.phase_seconds >= LEAST_PHASE_SECONDS
         )
         unfinished = find_unfinished(self._job.workload, self._job.devices, running)
         run, at = self._run, self._now()

@@ -60,6 +60,9 @@ MARGIN = 1.3  # factor on a budget that barely suffices, because start times are
 STEP_SECONDS = 10  # the budget is rounded up to a multiple of it
 USUAL_ROWS = 8  # typical number of rows in a pass
 COVERS = 0.8  # fraction of a loss that a cause must explain to be named
+# a start that the end of the budget cut off is suspect if it had taken longer than the longest
+# start of the search by this factor
+OVERRUNS = 2.0
 
 
 class SearchEnd(msgspec.Struct, frozen=True):
@@ -117,7 +120,7 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
         notes=record.header.notes,
         short_budget=find_short_budget(report, seen, end),
         replaced=find_replaced(report, len(labels)),
-        unfinished=() if end.interrupted else end.unfinished,
+        unfinished=() if end.interrupted else _find_overruns(end, seen),
         link=find_link(seen, report.chosen.layout, devices),
         taken_memory=measurements.find_taken_memory(seen, devices),
         code_limit=measurements.find_code_limit(seen),
@@ -732,6 +735,21 @@ def find_short_budget(
     later = [one.start_seconds for one in timed if one.probe.stage != Stage.SOLO]
     starts = max(at_once, default=0.0) + sum(later)
     return ShortBudget(budget, starts, _round_enough(report))
+
+
+def _find_overruns(end: SearchEnd, seen: Sequence[Observation]) -> tuple[Unfinished, ...]:
+    """Return what had taken much longer at start-up than other probes when the search ended.
+
+    Processes that had only just been started when the budget ended aren't among them.
+    """
+    # a probe that ran out of memory doesn't say when its start ended
+    starts = [
+        one.start_seconds if isinstance(one, Timed) else one.elapsed_seconds
+        for one in seen
+        if not isinstance(one, Failed)
+    ]
+    longest = max(starts, default=0.0)
+    return tuple(one for one in end.unfinished if one.seconds > OVERRUNS * longest)
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:

@@ -943,7 +943,9 @@ def write_unfinished(unfinished: Unfinished) -> str:
         "warming up": f"The first steps of {unfinished.name} had not ended",
     }[unfinished.phase]
     where = f", at {unfinished.where}" if unfinished.where else ""
-    return f"{what} after {unfinished.seconds:.0f} s on {join_words(unfinished.devices)}{where}."
+    seconds = unfinished.seconds
+    after = f"{seconds:.0f} s" if seconds >= 1 else f"{max(0.1, seconds):.1f} s"
+    return f"{what} after {after} on {join_words(unfinished.devices)}{where}."
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:

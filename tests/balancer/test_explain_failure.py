@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.balancer.events import Event, Finished, ProbeProgress
+from evener.balancer.events import Event, Finished, ProbeProgress, Report
 from evener.balancer.journal import FactsEntry, Header, JournalContents, ObservationEntry
 from evener.balancer.request import Request
 from evener.balancer.result.explain_failure import explain_no_plan, find_failures, find_unfinished
@@ -247,6 +247,22 @@ def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(
     assert write_unfinished(late_one) == words
     (step,) = find_unfinished(workload, DEVICES, [building(1, 9.0, "warming up")])
     assert write_unfinished(step).endswith("had not ended after 9 s on GPU:1.")
+
+
+def test_a_search_that_is_stopped_at_once_names_no_start_that_had_only_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080")))
+
+    def measure(probes: tuple[Probe, ...], report: Report, *_: object) -> list[Observation]:
+        report(ProbeProgress(probes[0], "importing", None, None, 0.1, 0.1))
+        session.stop()
+        return []
+
+    monkeypatch.setattr(session._prober, "measure", measure)
+    with closing(session), pytest.raises(NoLayoutError) as fault:
+        list(session.events())
+    assert fault.value.message == "The search was stopped before anything was measured."
 
 
 def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:

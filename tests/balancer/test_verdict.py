@@ -39,12 +39,16 @@ from evener.balancer.types import (
     Interval,
     Layout,
     MeasurementDoubt,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Stage,
     Stop,
     Timed,
     layout_of,
     solo,
 )
-from evener.balancer.verdict import MeasuredRate, RateGap, Rival, Verdict
+from evener.balancer.verdict import MeasuredRate, RateGap, Rival, Unfinished, Verdict
 from evener.plan.file import Plan
 from evener.plan.layout import Share
 from tests.support.search_outcomes import draw_outcome
@@ -100,6 +104,25 @@ def test_an_answer_for_many_devices_leaves_room_for_what_is_gained(count: int) -
 
 
 # ---------------------------------------------------------------------- why
+
+
+def test_a_start_that_the_end_of_the_budget_cut_off_is_named_only_if_it_took_unusually_long() -> (
+    None
+):
+    """The longest start before it took 6 s. Without a plan, the error names every start."""
+    began = msgspec.structs.replace(
+        turn(SPLIT.layout, 0.256, (0.2, 0.2)), start_seconds=6.0, elapsed_seconds=9.0
+    )
+    full = OutOfMemory(Probe(SPLIT.layout, Stage.SPLIT, 1.0), (1,), "", 8.0)
+
+    def named(seconds: float, *seen: Observation) -> bool:
+        late = Unfinished("building", "q.py's build()", seconds, ("GPU:0", "GPU:1"))
+        found = judged(result(SPLIT, 1000), seen=seen, stop=Stop.LATE, unfinished=(late,))
+        return found.unfinished == (late,)
+
+    assert not named(2.0, began)
+    assert named(40.0, began)
+    assert not named(15.0, began, full), "its start isn't known to have taken less than 8 s"
 
 
 def test_every_figure_above_the_plan_s_is_explained() -> None:

@@ -30,7 +30,7 @@ from evener.balancer.types import (
     Timed,
     solo,
 )
-from evener.balancer.verdict import Verdict
+from evener.balancer.verdict import Unfinished, Verdict
 from evener.devices.types import Device
 
 
@@ -80,6 +80,7 @@ def judged(
     facts: Facts | None = None,
     hardware: Sequence[bool | None] = (),
     stop: Stop = Stop.SETTLED,
+    unfinished: tuple[Unfinished, ...] = (),
     **known: Any,
 ) -> Verdict:
     """Return the verdict of a search with these results."""
@@ -102,7 +103,7 @@ def judged(
     return judge(
         JournalContents(header, (FactsEntry(facts or Facts(rows=rows)), *observed), 0),
         report,
-        SearchEnd(End(stop), 60.0),
+        SearchEnd(End(stop), 60.0, unfinished=unfinished),
     )
 
 
