@@ -145,7 +145,7 @@ _ENTRIES = {entry.name: entry for entry in _TABLE}
 
 
 def names(framework: str = "") -> tuple[str, ...]:
-    """Return the names of all built-in workloads, or of those for one framework."""
+    """Return the names of all registered workloads, or of those for one framework."""
     return tuple(entry.name for entry in _ENTRIES.values() if framework in ("", entry.framework))
 
 
