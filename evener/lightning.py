@@ -53,8 +53,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     It extends DDPStrategy. Losses are weighted so that the gradient is that of the global batch.
 
     - `passes`: number of gradient-accumulation passes per batch.
-    - `count`: returns what the mean loss of some rows is divided by, such as their tokens. None
-      means the number of rows.
+    - `count`: function that returns the denominator of the mean loss of some rows, such as their
+      number of tokens; None means the number of rows.
     - `check`: audit the gradients of some batches.
     """
 
@@ -103,12 +103,15 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def planned(self) -> PlannedTraining:
-        """The training run by the plan, with this rank's shares and timers."""
+        """The training run that uses the plan, with this rank's shares and timers."""
         return self._planned
 
     @property
     def count(self) -> OfPart | None:
-        """User function that counts what a mean loss is over, such as tokens; None for rows."""
+        """User function that returns the denominator of a mean loss, such as the number of tokens.
+
+        None means the number of rows.
+        """
         return self._count
 
     @property
@@ -144,7 +147,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
         """Turn off shuffling if the trainer's option `overfit_batches` is set, as Lightning does.
 
-        An order of rows that the user has given stays.
+        An order that the user has given for the rows is kept.
         """
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             rows.shuffle = False  # as Lightning does with its own loaders

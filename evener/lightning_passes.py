@@ -59,8 +59,8 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
     """Run training_step on a part of a batch, and return its loss, or None if it returns none.
 
-    `others` are the arguments after the batch. If `others` is None, a batch index of 0 is passed if
-    one is required.
+    `others` are the arguments after the batch; None passes a batch index of 0 if training_step
+    takes one.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)

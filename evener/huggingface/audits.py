@@ -223,7 +223,7 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 def _cut_passes(batch: Any, rows: int, max_rows: int) -> list[tuple[Any, int]]:
     """Cut a batch into passes of at most `max_rows` rows, and return each with its row count.
 
-    With 0, there is one pass. A batch that can't be cut isn't divided either.
+    If `max_rows` is 0, there is one pass. A batch that can't be cut isn't divided either.
     """
     if not max_rows or rows <= max_rows:
         return [(batch, rows)]

@@ -94,7 +94,10 @@ def count_labels(batch: Any) -> dict[str, float]:
 
 
 def has_ignored(batch: Any) -> bool:
-    """Return whether any label in the batch is ignored (-100), so the loss supports such labels."""
+    """Return whether any label in the batch is ignored (-100).
+
+    If so, the loss supports ignored labels.
+    """
     labels, _ = _labels(batch)
     return labels is not None and bool((labels == IGNORED).any())
 

@@ -387,7 +387,7 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, is_sharded_model: bool
 ) -> TrainerLoss | None:
-    """Return on every rank what the first rank has found; ranks that found nothing are skipped.
+    """Return on every rank the result of the first rank that has one.
 
     The result is None if no rank has found what the loss is a mean over. A RequestError on any rank
     is raised on every rank. Every rank has to call this.

@@ -82,7 +82,7 @@ def with_callback(callbacks: Any, own: kinds.Callback, model: Any) -> Any:
     return callbacks
 
 
-def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
+def group_callbacks(callbacks: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
     """Return the callbacks that this process of a group uses; the last one is a GroupSync.
 
     Only the first process keeps callbacks that write files. If a callback of any process may stop
@@ -91,7 +91,7 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
     """
     group = engine.group
     own = keras.tree.flatten(
-        given.callbacks if isinstance(given, kinds.CallbackList) else given or []
+        callbacks.callbacks if isinstance(callbacks, kinds.CallbackList) else callbacks or []
     )
     (stopping,) = group.sum_now([tf.constant(float(sum(map(_may_stop, own))))])
     backup = None

@@ -27,7 +27,7 @@ KERAS = f"{Path(keras.__file__).parent}/src/"
 # called by users and by Keras
 CALLED = tuple(f"{KERAS}{each}/" for each in ("ops", "backend", "utils"))
 
-# left minus right sides of comparisons, by line: a line of user code, in the form of find_line
+# left minus right sides of comparisons, by line of user code, in the form of find_line
 Margins = dict[str, list[Any]]
 
 

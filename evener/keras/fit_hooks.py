@@ -343,7 +343,6 @@ class FitHooks:
 
         Raises RequestError for a generator if there are several processes.
         """
-        # `call_arguments` has the arguments of `fit`, which are changed.
         data, name = call_arguments["x"], self.split.engine
         if isinstance(data, tf.data.Dataset):
             size = call_arguments["batch_size"] or self.split.global_batch

@@ -136,8 +136,8 @@ def measure_batch(
 def _warn_of_joined_lookups(names: Sequence[str]) -> None:
     """Warn that several lookups read one sparse table, so that Adam would learn something else.
 
-    The same is true for other optimizers that square gradients. `names` are such tables, of which
-    the first is named.
+    The same is true for other optimizers that square gradients. `names` are these tables; the
+    warning names the first.
     """
     if names:
         warn(

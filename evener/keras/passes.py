@@ -176,10 +176,10 @@ def sums_changes(kind: str) -> bool:
 
 
 def weigh_change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """Return how much a part of the batch changes a variable of the whole batch's step.
+    """Return how much a part contributes to a variable's change in the whole batch.
 
-    The changes by all parts add up. `update` has the variable's value after the part, `start` its
-    value before the step, and `part` is the part's fraction of the batch.
+    The contributions of all parts add up. `update` has the variable's value after the part, `start`
+    its value before the step, and `part` is the part's fraction of the batch.
     """
     return (update.value - start) * tf.cast(weigh_part(update.kind, part), start.dtype)
 

@@ -21,7 +21,7 @@ from ..training.rebalance import Rebalancer, name_devices
 
 
 class ChangingCut(Cut):
-    """Division of each batch among devices that can change without tracing the step again.
+    """Division of each batch among devices; it can change without tracing the step again.
 
     The shares are variables, so a traced step uses their current values.
     """

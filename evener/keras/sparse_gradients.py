@@ -39,7 +39,7 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """Return whether a sparse gradient joins several lookups, of which any reads each row once."""
+    """Return whether a sparse gradient joins several lookups, one of which reads each row once."""
     return isinstance(gradient, tf.IndexedSlices) and _joins_look_ups(gradient.indices)
 
 

@@ -414,15 +414,15 @@ def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan
 
 
 def _choose_engine(
-    asked: str, plan: Plan | None, group: Group | None, is_whole: bool
+    requested: str, plan: Plan | None, group: Group | None, is_whole: bool
 ) -> tuple[str, str]:
     """Return the name of the engine to use, and the reason for the choice.
 
-    `asked` is the requested engine. `is_whole` is True if one device computes each batch in one
-    pass.
+    `requested` is the user's choice, or "auto". `is_whole` is True if one device computes each
+    batch in one pass.
     """
-    if asked != "auto":
-        return asked, f"engine={asked!r} was requested."
+    if requested != "auto":
+        return requested, f"engine={requested!r} was requested."
     if group is not None:
         return "multiworker", f"TF_CONFIG names {group.size} processes."
     if is_whole:

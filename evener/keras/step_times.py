@@ -27,7 +27,7 @@ Steps = Callable[[Any], Any]  # Keras' train function, which takes an iterator o
 
 
 class FitStep(NamedTuple):
-    """Seconds in which a training step waited for input and computed, and seconds between calls."""
+    """Durations within one training step, in seconds: input, work and the time between calls."""
 
     input_s: float  # 0 if Keras runs several steps in one call
     work_s: float  # from the arrival of the rows until the call returns
@@ -59,7 +59,7 @@ class StepTimes:
         ] = {}  # seconds spent since the last step's end, by activity
 
     def record_arrival(self, data: Any) -> None:
-        """Add to the step's graph that it records when the batch's rows are available."""
+        """Make the step's graph record when the batch's rows are available."""
         self._notes = True
         every = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in every if leaf is not None]

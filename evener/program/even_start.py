@@ -105,19 +105,20 @@ class EvenStart:
         return RankStart(self._exchanged, training.ahead, training.summarize_data())
 
 
-def _find_fault(every: list[RankStart]) -> str:
+def _find_fault(observations: list[RankStart]) -> str:
     """Return why shares have to stay equal, or "" if they may differ.
 
-    `every` has the observations of each rank.
+    `observations` has one item per rank.
     """
-    words = next((each.exchanged for each in every if each.exchanged), "")
+    words = next((each.exchanged for each in observations if each.exchanged), "")
     if words:
         return (
             f"its ranks exchange values by {words} between its steps, which may go into what is"
             " learned"
         )
     have_other_rows = any(
-        find_difference(loaded) for loaded in zip(*(each.data for each in every), strict=False)
+        find_difference(loaded)
+        for loaded in zip(*(each.data for each in observations), strict=False)
     )
     return DIFFERENCES["row"] if have_other_rows else ""
 

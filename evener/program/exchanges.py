@@ -177,24 +177,24 @@ class Exchanges:
         with self._within():
             return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
-    def note_entered(self, words: str, what: str) -> None:
-        """Record that a collective's result affects `what`, for example "its loss".
+    def note_entered(self, collective: str, affected: str) -> None:
+        """Record that a collective's result affects something, which keeps shares equal.
 
-        The first such record becomes `fault`, and keeps shares equal. `words` names the collective;
-        nothing is recorded if it is "".
+        `affected` is for example "its loss". The first such record becomes `fault`. Nothing is
+        recorded if `collective`, which describes the collective, is "".
         """
-        if words and not self.fault:
+        if collective and not self.fault:
             self.fault = (
-                f"what its ranks exchange by {words} goes into {what}, and unequal shares would "
-                f"change it"
+                f"what its ranks exchange by {collective} goes into {affected}, and unequal shares "
+                f"would change it"
             )
 
     @contextmanager
     def handling_rows(self) -> Iterator[None]:
         """Context manager for library code that handles ranks' different row counts itself.
 
-        Meanwhile, collectives are run without padding, and exchanging rows is no reason for equal
-        shares.
+        Meanwhile, collectives are run without padding, and exchanged rows don't make shares stay
+        equal.
         """
         before, self._knows_rows = self._knows_rows, True
         try:

@@ -262,7 +262,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _do_parts_add_up(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """Return whether the tensors computed for two parts of the rows add up to that of all."""
+        """Return whether the tensors for two parts of the rows add up to that for all rows."""
         # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
         # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)

@@ -129,7 +129,10 @@ class Loop:
 
     @property
     def has_known_iterator(self) -> bool:
-        """Whether PyTorch's own iterator loads the batches; then the number prefetched is known."""
+        """Whether PyTorch's own iterator loads the batches.
+
+        Only then is the number of prefetched batches known.
+        """
         return is_loader_iterator(self._batches)
 
     def leave(self) -> Any:
@@ -409,12 +412,12 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
         raise _uneven(f"its sampler can't be asked for another rank's rows ({error!r})") from error
 
 
-def _check_sizes(every: list[list[Any]]) -> None:
+def _check_sizes(batches_by_rank: list[list[Any]]) -> None:
     """Raise RequestError unless batches have the same size on all ranks and in all steps.
 
     The last step may have another batch size if it is the same on all ranks.
     """
-    sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
+    sizes = [{len(batch) for batch in step} for step in zip(*batches_by_rank, strict=True)]
     whole = set.union(*sizes[:-1], sizes[0])
     if len(whole) > 1 or len(sizes[-1]) > 1:
         raise _uneven("its ranks have batches of other sizes")
@@ -424,9 +427,9 @@ def _uneven(why: str) -> RequestError:
     return RequestError(why, "Start it with its own launcher.")
 
 
-def join_ranks(every: Any) -> list[Any]:
+def join_ranks(batches_by_rank: Any) -> list[Any]:
     """Return all ranks' row indices in training order: by step, and within a step by rank."""
-    return [row for step in zip(*every, strict=True) for batch in step for row in batch]
+    return [row for step in zip(*batches_by_rank, strict=True) for batch in step for row in batch]
 
 
 def _differ(one: Any, other: Any) -> bool:

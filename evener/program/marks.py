@@ -82,7 +82,7 @@ def leaves_of(data: Any) -> Iterator[Any]:
 
 
 def is_in_place(function: Any) -> bool:
-    """Return whether the PyTorch function changes its first argument in collective."""
+    """Return whether the PyTorch function changes its first argument in place."""
     name = str(getattr(function, "__name__", ""))
     if name in ("__setitem__", "__set__"):
         return True

@@ -60,13 +60,13 @@ def read_settings() -> ProgramSettings:
     return msgspec.json.decode(text, type=ProgramSettings) if text else ProgramSettings("", "")
 
 
-def print_on_first_rank(words: str) -> None:
-    """Print "evener: " and `words` as a line to stderr, on rank 0 only."""
+def print_on_first_rank(message: str) -> None:
+    """Print "evener: " and the message as a line to stderr, on rank 0 only."""
     # With several ranks, a line break keeps it off a progress bar. It begins with a carriage
     # return, so that tools that merge the output of processes drop the empty line.
     if current_rank() == 0:
         begin = "\r\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        sys.stderr.write(f"{begin}evener: {words}\n")
+        sys.stderr.write(f"{begin}evener: {message}\n")
         sys.stderr.flush()
 
 
@@ -126,11 +126,11 @@ class Notebook:
         self.pending_reason, self._supposes_even = why, True
         print_on_first_rank(f"shares stay equal: {why}")
 
-    def warn(self, words: str) -> None:
+    def warn(self, message: str) -> None:
         """Print a warning, unless the same one was printed before."""
-        if words not in self.warned:
-            self.warned.add(words)
-            print_on_first_rank(words)
+        if message not in self.warned:
+            self.warned.add(message)
+            print_on_first_rank(message)
 
     def _note_step(self, _: Any) -> None:
         self._steps += 1

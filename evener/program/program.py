@@ -73,7 +73,7 @@ class Program:
         self._begin_undecided()
 
     def _begin_undecided(self) -> None:
-        """Reset all state as before the first step, with equal shares."""
+        """Reset all state to that before the first step, with equal shares."""
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # the loop that yielded the latest batch
         self._other_loop: Any = None  # another loop whose batch belongs to the same step
@@ -166,7 +166,7 @@ class Program:
     def _count_passes(self) -> None:
         """Count a backward pass; after several without an optimizer step, say why shares are equal.
 
-        Raises RequestError then in strict mode.
+        In strict mode, it then raises RequestError.
         """
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -858,18 +858,18 @@ class Program:
             )
 
 
-def _find_common_fault(every: list[RankView]) -> str:
+def _find_common_fault(records: list[RankView]) -> str:
     """Return why shares stay equal: the first rank's reason, or a difference between ranks.
 
-    `every` is empty if a rank didn't answer, which is a reason, too. The result is "" if shares may
-    differ.
+    `records` is empty if a rank didn't answer, which is a reason, too. The result is "" if shares
+    may differ.
     """
-    if not every:
+    if not records:
         return views.ALONE
-    for each in every:
+    for each in records:
         if each.fault:
             return each.fault
-    return views.DIFFERENCES.get(views.find_difference(every), "")
+    return views.DIFFERENCES.get(views.find_difference(records), "")
 
 
 def share_state(trainer: Any, kind: type[Any]) -> Any:

@@ -92,8 +92,8 @@ class Totals:
     ) -> str:
         """Check a call that uses totals, and mark its result as a total if shares can't change it.
 
-        If shares may change it, `collective` is returned, which has computed the totals; otherwise
-        "".
+        Returns `collective`, which has computed the totals, if shares may change the result, and
+        otherwise "".
         """
         # A result that also uses this rank's own rows isn't marked. Own rows with gradients are a
         # part of the loss, which is computed again in parts.

@@ -110,32 +110,32 @@ class RankView(msgspec.Struct, frozen=True):
     exchanges: bool = False  # True if the program's own code exchanges values between ranks
 
 
-def find_difference(every: list[RankView]) -> str:
+def find_difference(records: list[RankView]) -> str:
     """Return the first difference between the ranks' records, as a key of `DIFFERENCES`, or ""."""
     for name in ("order", "rates", "are_sums"):
-        if len({getattr(each, name) for each in every}) > 1:
+        if len({getattr(each, name) for each in records}) > 1:
             return name
-    if same_data.find_difference([each.data for each in every if each.data is not None]):
+    if same_data.find_difference([each.data for each in records if each.data is not None]):
         return "row"
-    return "numbers" if _have_other_numbers(every) else ""
+    return "numbers" if _have_other_numbers(records) else ""
 
 
-def _have_other_numbers(every: list[RankView]) -> bool:
+def _have_other_numbers(records: list[RankView]) -> bool:
     """Return whether ranks scale losses, gradients or weights by different numbers."""
     # Such a number is, for example, a factor of the loss. The `uses` are compared only if all ranks
     # have equally many: one rank may compute something alone, for example to log it.
-    looked = [each for each in every if each.numbers is not None]
+    looked = [each for each in records if each.numbers is not None]
     comparable = len({len(each.uses) for each in looked}) == 1
     uses = [each.uses for each in looked if comparable]
     return differ([each.numbers for each in looked]) or differ(uses)
 
 
-def differ(every: Sequence[Any]) -> bool:
-    """Return whether any of these sequences of numbers differs from the first, except for rounding.
+def differ(sequences: Sequence[Any]) -> bool:
+    """Return whether any of the sequences of numbers differs from the first, except for rounding.
 
     NaNs are equal to each other.
     """
-    return any(not _are_near(each, every[0]) for each in every)
+    return any(not _are_near(sequence, sequences[0]) for sequence in sequences)
 
 
 def _are_near(one: Any, other: Any) -> bool:
