@@ -59,16 +59,16 @@ class SnapshotBuilder:
         self,
         samples: Sequence[DeviceSample],
         notes: tuple[str, ...] = (),
-        seen: Mapping[str, Sequence[DeviceUse]] | None = None,
+        uses: Mapping[str, Sequence[DeviceUse]] | None = None,
         driver: str = "",
         host: HostSample | None = None,
     ) -> Snapshot:
         """Return the snapshot that was begun, from the samples of its devices.
 
-        `seen` has the processes that the driver reports, by device id. Without `host`, the host's
+        `uses` has the processes that the driver reports, by device id. Without `host`, the host's
         load is measured here.
         """
-        devices, processes = self.complete(samples, seen or {})
+        devices, processes = self.complete(samples, uses or {})
         self._book.forget_others(process.pid for process in processes)
         return Snapshot(
             at_seconds=time.time(),
@@ -83,16 +83,16 @@ class SnapshotBuilder:
         )
 
     def complete(
-        self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[DeviceUse]]
+        self, samples: Sequence[DeviceSample], uses: Mapping[str, Sequence[DeviceUse]]
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
         """Add the throughput of training runs to the samples, and list each device's processes."""
         devices = [sample.device for sample in samples]
-        pids = {identity: [each.pid for each in there] for identity, there in seen.items()}
+        pids = {identity: [each.pid for each in there] for identity, there in uses.items()}
         rates = self._rates.by_process(devices, pids)
         there = [
             (device, each)
             for device in devices
-            for each in _list_processes_on(device, seen.get(device.id, ()), rates)
+            for each in _list_processes_on(device, uses.get(device.id, ()), rates)
         ]
         looks = {pid: self._book.look(pid) for pid in {each.pid for _, each in there}}
         rows = []
@@ -105,11 +105,11 @@ class SnapshotBuilder:
         return tuple(_with_rate(sample, rates) for sample in samples), tuple(rows)
 
 
-def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
+def _list_processes_on(device: Device, uses: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
     """Return the processes on a device, from the driver and from reports of training runs."""
-    known = {each.pid for each in seen}
+    known = {each.pid for each in uses}
     reported = [pid for pid, identity in rates if identity == device.id]
-    return [*seen, *(DeviceUse(pid) for pid in reported if pid not in known)]
+    return [*uses, *(DeviceUse(pid) for pid in reported if pid not in known)]
 
 
 def _row(
@@ -271,15 +271,15 @@ def _with_local_ids(
 
 
 def _number_devices(
-    bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
+    indices: Sequence[int], process_devices: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
     """Return which devices the indices in a process's report refer to.
 
     If the driver sees the process on as many devices as there are indices, they are matched in
     ascending order. Otherwise, the indices are assumed to be those of the driver.
     """
-    if len(bare) == len(seen):
-        in_order = sorted(seen, key=lambda device: device.index)
-        return dict(zip(bare, in_order, strict=True))
+    if len(indices) == len(process_devices):
+        in_order = sorted(process_devices, key=lambda device: device.index)
+        return dict(zip(indices, in_order, strict=True))
     accelerators = [device for device in devices if find_backend(device.kind).own_memory]
     return {device.index: device for device in accelerators}

@@ -69,9 +69,9 @@ class HostActor:
         """Call a function on this host, and return its result."""
         return function(*arguments)
 
-    def keep(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
-        """Create an object by calling `make`, and keep it in the actor under a name."""
-        self._kept[name] = make(*arguments)
+    def keep(self, name: str, factory: Callable[..., Any], *arguments: Any) -> None:
+        """Create an object by calling `factory`, and keep it in the actor under a name."""
+        self._kept[name] = factory(*arguments)
 
     def ask(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a method of the object that is kept under `name`, and return the result.
@@ -155,14 +155,14 @@ class Agent:
         """Call a function on the host, and return its result."""
         return cast(T, self.finish(self.begin("call", function, *arguments)))
 
-    def keep(self, make: Callable[..., Any], *arguments: Any) -> RemoteObject:
-        """Create an object on the host by calling `make`, and return a handle of it.
+    def keep(self, factory: Callable[..., Any], *arguments: Any) -> RemoteObject:
+        """Create an object on the host by calling `factory`, and return a handle of it.
 
         Closing the handle closes the object.
         """
         name = uuid.uuid4().hex
-        self.finish(self.begin("keep", name, make, *arguments))
-        self._kept[name] = make, arguments
+        self.finish(self.begin("keep", name, factory, *arguments))
+        self._kept[name] = factory, arguments
         return RemoteObject(self, name)
 
     def drop(self, name: str) -> None:
@@ -206,16 +206,16 @@ class Agent:
             return False
         return True
 
-    def hold_cpus(self, wanted: float) -> float:
+    def hold_cpus(self, count: float) -> float:
         """Reserve logical CPUs of the node in Ray, and return how many couldn't be reserved.
 
-        No more than the node's CPUs in Ray are reserved, even if `wanted` is larger.
+        No more than the node's CPUs in Ray are reserved, even if `count` is larger.
         """
-        wanted = min(wanted, self.node.cpus)
+        count = min(count, self.node.cpus)
         free = self.node.free_cpus + self._held_cpus
-        if self._held_cpus != min(wanted, free):
-            self._reserve(min(wanted, free))
-        return wanted - self._held_cpus
+        if self._held_cpus != min(count, free):
+            self._reserve(min(count, free))
+        return count - self._held_cpus
 
     def _reserve(self, cpus: float) -> None:
         from ray.util import placement_group, remove_placement_group

@@ -299,27 +299,27 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
     return {host: find_node(host, nodes) for host in hosts}
 
 
-def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
+def hold_other_gpus(node: Node, wanted_gpus: Collection[str]) -> list[Agent]:
     """Reserve all free GPUs of a node except the wanted ones, so that Ray can assign only those.
 
     Returns the agents that hold the reserved GPUs. The caller has to end them once the wanted GPUs
     are assigned. Raises `DeviceError` if a wanted GPU isn't free.
     """
-    if node.gpus == node.free_gpus == len(wanted):
+    if node.gpus == node.free_gpus == len(wanted_gpus):
         return []
     agents = [Agent(node, start_actor(node, 1)) for _ in range(node.free_gpus)]
     held = {
         ",".join(agent.call(name_gpus, agent.finish(agent.begin("gpu_ids")))): agent
         for agent in agents
     }
-    missing = [name for name in wanted if name not in held]
+    missing = [name for name in wanted_gpus if name not in held]
     if missing:
         raise DeviceError(
             f"The host {node.host} has no free GPU {', '.join(missing)}: another job of the "
             f"cluster holds it.",
             "Wait for those jobs, or make a plan for what is there.",
         )
-    for name in wanted:
+    for name in wanted_gpus:
         held.pop(name).end()
     return list(held.values())
 
@@ -386,20 +386,20 @@ class ClusterSource:
                 lost[host] = error.message
         return found, lost
 
-    def _show_lost(self, lost: Mapping[str, str]) -> list[DeviceSample]:
+    def _show_lost(self, errors: Mapping[str, str]) -> list[DeviceSample]:
         """Return samples that mark the devices of lost hosts as lost.
 
-        `lost` has the error of each lost host.
+        `errors` has the error of each lost host.
         """
         return [
             DeviceSample(
                 device=device,
                 utilization_percent=LOST,
                 memory_used_bytes=LOST,
-                note=lost[device.host],
+                note=errors[device.host],
             )
             for device in self._devices
-            if device.host in lost
+            if device.host in errors
         ]
 
     def close(self) -> None:
@@ -408,10 +408,10 @@ class ClusterSource:
             kept.close()
 
 
-def _merge_reports(seen: Sequence[Snapshot]) -> tuple[Training, ...]:
+def _merge_reports(snapshots: Sequence[Snapshot]) -> tuple[Training, ...]:
     """Return the reports of training runs on all hosts, without duplicates."""
     # hosts that are on one machine read the same files
-    every = [report for each in seen for report in each.reports]
+    every = [report for each in snapshots for report in each.reports]
     keys = [(each.training, each.rank, each.pid, each.updated_at) for each in every]
     return tuple(dict(zip(keys, every, strict=True)).values())
 

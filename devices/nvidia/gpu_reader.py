@@ -221,21 +221,21 @@ class GpuReader:
             highest = self._reached_mhz
         return min(1.0, clock / highest)
 
-    def _note_clock(self, read: Reading) -> float | None:
+    def _note_clock(self, reading: Reading) -> float | None:
         """Return the current clock in MHz, or None if unknown, and remember the highest so far."""
-        clock = read.current
+        clock = reading.current
         if clock is not None:
             self._reached_mhz = max(self._reached_mhz, clock)
         return clock
 
-    def _used_joules(self, now: float, counted: Reading) -> float | None:
+    def _used_joules(self, now: float, counter: Reading) -> float | None:
         """Return the energy that the GPU has used so far in joules, or None if it is unknown.
 
         It is that of the GPU's energy counter. For a GPU without one, it is computed from power
         readings.
         """
-        if counted.state is not State.UNSUPPORTED:
-            return None if counted.current is None else counted.current / 1000
+        if counter.state is not State.UNSUPPORTED:
+            return None if counter.current is None else counter.current / 1000
         # a chip without a counter: integrate the power over the calls of this method
         watts = self._metrics["power"].read_one(now).current
         if watts is None:
@@ -247,7 +247,7 @@ class GpuReader:
         return self._joules
 
     def _slowed(
-        self, now: float, found: Mapping[int, Reading]
+        self, now: float, counters: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
         """Return how long the GPU was throttled by heat or a power brake, and by its power cap.
 
@@ -257,13 +257,13 @@ class GpuReader:
         # the driver counts nanoseconds since a fixed time
         counts = {
             field: reading.current / 1e9
-            for field, reading in found.items()
+            for field, reading in counters.items()
             if reading.current is not None
         }
         if counts:
             held = [counts[field] for field in HELD_FIELDS if field in counts]
             return (max(held) if held else None), counts.get(POWER_CAP)
-        if any(reading.state is not State.UNSUPPORTED for reading in found.values()):
+        if any(reading.state is not State.UNSUPPORTED for reading in counters.values()):
             return None, None  # the device has the counters, but doesn't answer at the moment
         return self._estimate_slowed(now)
 

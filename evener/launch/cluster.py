@@ -103,35 +103,35 @@ def launch_on_cluster(
     return code
 
 
-def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
+def _restart_actors(agents: Sequence[Agent], lost_hosts: set[str]) -> set[str]:
     """Start new actors on the lost hosts, and return the hosts on which that failed."""
     gone = set()
     for agent in agents:
-        if agent.host in lost and not agent.restart(agent.generation):
+        if agent.host in lost_hosts and not agent.restart(agent.generation):
             gone.add(agent.host)
-    for host in sorted(lost - gone):
+    for host in sorted(lost_hosts - gone):
         print_notice(f"the host {host} has a new actor of evener")
     return gone
 
 
-def _leave_out_hosts(planned: Plan, agents: Sequence[Agent]) -> Plan:
+def _leave_out_hosts(plan: Plan, agents: Sequence[Agent]) -> Plan:
     """Return the plan for the hosts of `agents` only. They also get the rows of the other hosts."""
     left = {agent.host for agent in agents}
-    others = [share for share in planned.layout.share if share.host not in left]
-    return leave_out(planned, {(share.host, share.device) for share in others})
+    others = [share for share in plan.layout.share if share.host not in left]
+    return leave_out(plan, {(share.host, share.device) for share in others})
 
 
 def _train_once(
     agents: Sequence[Agent],
-    make: Callable[..., HostLaunch],
+    factory: Callable[..., HostLaunch],
     options: Sequence[str],
     command: Sequence[str],
-    caught: Sequence[int],
+    signals: Sequence[int],
     end_seconds: float,
 ) -> tuple[int, set[str]]:
     """Start `evener launch` on each host, and wait until all have ended.
 
-    `make` creates a HostLaunch on a host. A signal in `caught` ends the wait, and a launch that
+    `factory` creates a HostLaunch on a host. A signal in `signals` ends the wait, and a launch that
     doesn't stop within `end_seconds` is killed. Returns the exit code and the names of the lost
     hosts.
     """
@@ -144,9 +144,9 @@ def _train_once(
             options = [*options, "--rendezvous", f"{first}:{port}"]
         for agent in agents:
             own = ["--host", agent.host, *options]
-            kept = agent.keep(make, own, tuple(command), str(Path.cwd()))
+            kept = agent.keep(factory, own, tuple(command), str(Path.cwd()))
             parts.append(RemoteLaunch(agent.host, kept, end_seconds))
-        code = wait_for_hosts(parts, caught)
+        code = wait_for_hosts(parts, signals)
     except HostLostError as gone:
         print_notice(f"the host {gone.host} {gone.why}")
         code = LOST_EXIT_CODE
@@ -196,10 +196,10 @@ class RemoteLaunch:
         self.code = code
 
 
-def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
+def wait_for_hosts(parts: Sequence[RemoteLaunch], signals: Sequence[int]) -> int:
     """Wait until the launches on all hosts have ended, and return the first exit code that isn't 0.
 
-    A lost host or a signal in `caught` ends the wait early. Returns 0 if no launch has failed.
+    A lost host or a signal in `signals` ends the wait early. Returns 0 if no launch has failed.
     Raises DeviceError if Ray's head no longer answers.
     """
     # After a failure, the other launches get PEER_SECONDS to end by themselves. If a host is lost,
@@ -207,7 +207,7 @@ def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
     deadline = float("inf")
     answered = time.monotonic()
     code = 0  # exit code of the first part that failed
-    while not caught and time.monotonic() < deadline:
+    while not signals and time.monotonic() < deadline:
         if all(part.code is not None for part in parts) or any(part.lost for part in parts):
             break
         if not code:

@@ -229,14 +229,14 @@ def make_job(
     )
 
 
-def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
+def _is_one_process(plan: Plan, framework: str, host_shares: Sequence[Share]) -> bool:
     """Return True if a single TensorFlow process has to use all devices.
 
-    `own` are the shares of this host. Raises PlanError if other hosts have shares, too.
+    `host_shares` are the shares of this host. Raises PlanError if other hosts have shares, too.
     """
     if framework == "torch" or plan.layout.engine == "multiworker":
         return False
-    if len(own) < len(plan.layout.active):
+    if len(host_shares) < len(plan.layout.active):
         raise PlanError(
             f"The plan's engine is {plan.layout.engine}, one process, but its devices are on "
             f"several hosts.",

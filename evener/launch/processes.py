@@ -138,25 +138,27 @@ class _LineNames:
         return self._name if self._is_named else b""
 
 
-def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
-    """End a thread that copies output, and close its pipe."""
+def _end_copy(write_fd: int, end_marker: bytes, thread: threading.Thread) -> None:
+    """End a thread that copies output from a pipe, and close the pipe.
+
+    The thread stops when it reads `end_marker`.
+    """
     with suppress(OSError):
-        # the thread stops at the marker `end`
-        os.write(write, end)
+        os.write(write_fd, end_marker)
     thread.join()
-    os.close(write)
+    os.close(write_fd)
 
 
-def _copy_output(read: int, end: bytes, names: _LineNames, stream: int) -> None:
+def _copy_output(read_fd: int, end_marker: bytes, names: _LineNames, write_fd: int) -> None:
     """Copy lines from a pipe to an output stream, each with a prefix.
 
-    `read` and `stream` are file descriptors. Copying ends at the bytes `end`.
+    `read_fd` and `write_fd` are their file descriptors. Copying ends at the bytes `end_marker`.
     """
     # If the stream is closed, reading stops, so that the process gets an error when it writes.
     begun = found = b""
-    with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
+    with suppress(OSError), os.fdopen(read_fd, "rb", 0) as pipe:
         while not found:
-            text, found, _ = (begun + pipe.read(LONGEST_LINE)).partition(end)
+            text, found, _ = (begun + pipe.read(LONGEST_LINE)).partition(end_marker)
             *lines, begun = _ENDS.split(text)
             if found or len(begun) > LONGEST_LINE:
                 lines = [*lines, begun and begun + b"\n" * bool(found)]
@@ -164,7 +166,7 @@ def _copy_output(read: int, end: bytes, names: _LineNames, stream: int) -> None:
             name = names.find()
             for line in lines:
                 if line not in (b"", _EMPTY):
-                    _write(stream, name + line)
+                    _write(write_fd, name + line)
 
 
 def _write(stream: int, text: bytes) -> None:
@@ -262,33 +264,33 @@ def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
     return [{"TF_CONFIG": json.dumps(config)} for config in configs]
 
 
-def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: list[int]) -> dict[int, int]:
     """Wait until all processes have exited or one has failed, and return their exit codes.
 
-    The keys are the indices of those that have exited. Returns {} after a signal in `caught`.
+    The keys are the indices of those that have exited. Returns {} after a signal in `signals`.
     """
-    while not caught:
-        polled = enumerate(process.poll() for process in running)
+    while not signals:
+        polled = enumerate(process.poll() for process in processes)
         codes = {i: code for i, code in polled if code is not None}
-        if any(codes.values()) or len(codes) == len(running):
+        if any(codes.values()) or len(codes) == len(processes):
             return codes
         time.sleep(POLL_SECONDS)
     return {}
 
 
 def _end_processes(
-    running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float
+    processes: Sequence[subprocess.Popen[bytes]], signal_number: int, grace_seconds: float
 ) -> None:
-    """Send signal `number` to the processes that still run.
+    """Send signal `signal_number` to the processes that still run.
 
     Those that don't exit within `grace_seconds` are killed.
     """
     # a terminal has already sent the signal of Ctrl-C to processes in its foreground
-    for process in running:
-        if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):
-            process.send_signal(number)
+    for process in processes:
+        if process.poll() is None and not (signal_number == signal.SIGINT and _is_in_foreground()):
+            process.send_signal(signal_number)
     deadline = time.monotonic() + grace_seconds
-    for process in running:
+    for process in processes:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
         if process.poll() is None:

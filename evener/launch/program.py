@@ -279,9 +279,9 @@ def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int])
     return msgspec.structs.replace(made, workload=identity, framework="torch", layout=layout)
 
 
-def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
+def _find_last_plan(even_plan: Plan, command: ProgramCommand) -> ChosenPlan | None:
     """Return the shares that the latest run of the same command on these devices saved, or None."""
-    wanted = _digest_command(command, even)
+    wanted = _digest_command(command, even_plan)
     for path in sorted(runs_folder().glob(f"*/{SAVED_FILE}"), reverse=True):
         with suppress(EvenerError, OSError, msgspec.DecodeError):
             saved = msgspec.json.decode(path.read_bytes(), type=SavedShares)

@@ -28,7 +28,7 @@ from .job import HostJob, assign_devices
 from .processes import GroupExit, named_output, run_children
 
 
-def run_job(first: HostJob, max_restarts: int) -> int:
+def run_job(full_job: HostJob, max_restarts: int) -> int:
     """Run a job, restart it up to `max_restarts` times, and return the exit code.
 
     Before a restart, every device of the job is checked. Broken devices are left out, and devices
@@ -38,10 +38,10 @@ def run_job(first: HostJob, max_restarts: int) -> int:
     """
     # Training ends when all processes succeed, a script raises an exception, or the restarts are
     # used up. With several hosts, no launcher sees all failures.
-    job = first
-    several = len(first.hosts) > 1
+    job = full_job
+    several = len(full_job.hosts) > 1
     # the agents restart all processes in lockstep
-    by_agents = several and first.framework == "torch"
+    by_agents = several and full_job.framework == "torch"
     restarts = 0 if by_agents else max_restarts
     for attempt in count(1):
         ended = _start(job, max_restarts if by_agents else 0)
@@ -54,26 +54,28 @@ def run_job(first: HostJob, max_restarts: int) -> int:
             return _print_failure(job, ended)
         print_notice(f"{ended.words}; trying the devices")
         with caught_signals() as caught:
-            broken = find_broken(list(chain.from_iterable(first.processes)), job.framework, caught)
+            broken = find_broken(
+                list(chain.from_iterable(full_job.processes)), job.framework, caught
+            )
         if caught:
             return 128 + caught[0]
-        first = msgspec.structs.replace(first, attempt=attempt, reason=ended.words)
+        full_job = msgspec.structs.replace(full_job, attempt=attempt, reason=ended.words)
         before = job
-        job = _make_job_without(first, broken)
+        job = _make_job_without(full_job, broken)
         _print_changes(before.plan, job.plan)
         print_notice(f"all start again, {attempt} of {max_restarts} times")
     raise AssertionError("count() has no end")
 
 
-def _print_failure(job: HostJob, ended: GroupExit) -> int:
+def _print_failure(job: HostJob, group_exit: GroupExit) -> int:
     """Print why a job failed, and return its exit code."""
     if job.executable and not job.has_several:
-        code = ended.failures.get(0, 1)
+        code = group_exit.failures.get(0, 1)
         alone = GroupExit(failures={0: code}).words
         print_notice(f"the program {alone.removeprefix('rank 0 ')}")
         return code if code > 0 else 128 - code
     others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
-    print_notice(f"{ended.words}{others}")
+    print_notice(f"{group_exit.words}{others}")
     return 1
 
 
@@ -90,38 +92,38 @@ def _start(job: HostJob, restarts_of_agents: int) -> GroupExit:
         return run_children(msgspec.structs.replace(job, output=output))
 
 
-def _make_job_without(first: HostJob, broken: Sequence[Device]) -> HostJob:
+def _make_job_without(full_job: HostJob, broken: Sequence[Device]) -> HostJob:
     """Return the job without its broken devices. Their rows go to the other devices.
 
-    `first` is the job with all devices. Raises PlanError if the plan's file has changed. Raises
+    `full_job` is the job with all devices. Raises PlanError if the plan's file has changed. Raises
     DeviceError if no device is left, or if there are several hosts and a device is broken.
     """
-    if load_plan(first.path) != first.plan:
+    if load_plan(full_job.path) != full_job.plan:
         raise PlanError(
-            f"{first.path} has changed since the training began.",
+            f"{full_job.path} has changed since the training began.",
             "Launch it again with the current plan.",
         )
     if not broken:
-        return first
+        return full_job
     names = {device.id for device in broken}
-    if len(first.hosts) > 1 or len(names) == len(first.own):
+    if len(full_job.hosts) > 1 or len(names) == len(full_job.own):
         listed = ", ".join(device.label for device in broken)
         raise DeviceError(
             f"{listed} no longer computes.", "Run evener doctor, and make a plan for what is left."
         )
-    plan = leave_out(first.plan, {(first.host, name) for name in names})
-    path = first.folder / f"plan-{first.attempt}.toml"
+    plan = leave_out(full_job.plan, {(full_job.host, name) for name in names})
+    path = full_job.folder / f"plan-{full_job.attempt}.toml"
     plan.save(path)
     left = tuple(
-        device for device in chain.from_iterable(first.processes) if device.id not in names
+        device for device in chain.from_iterable(full_job.processes) if device.id not in names
     )
     return msgspec.structs.replace(
-        first,
+        full_job,
         plan=plan,
         path=path,
-        replaced=first.replaced or first.path,
-        own=tuple(share for share in plan.layout.active if share.host == first.host),
-        processes=assign_devices(left, one_process=len(first.processes) < len(first.own)),
+        replaced=full_job.replaced or full_job.path,
+        own=tuple(share for share in plan.layout.active if share.host == full_job.host),
+        processes=assign_devices(left, one_process=len(full_job.processes) < len(full_job.own)),
     )
 
 
@@ -145,16 +147,18 @@ POLL_SECONDS = 0.05
 
 
 def find_broken(
-    devices: Sequence[Device], framework: str, caught: Sequence[int]
+    devices: Sequence[Device], framework: str, signals: Sequence[int]
 ) -> tuple[Device, ...]:
     """Run a short computation on each device, and return the devices on which it fails.
 
-    A check that takes more than ten seconds counts as failed. A signal in `caught` ends the wait,
+    A check that takes more than ten seconds counts as failed. A signal in `signals` ends the wait,
     and devices whose check hasn't ended then count as broken.
     """
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS
-    while not caught and None in [check.poll() for check in checks] and time.monotonic() < deadline:
+    while (
+        not signals and None in [check.poll() for check in checks] and time.monotonic() < deadline
+    ):
         time.sleep(POLL_SECONDS)
     for check in checks:
         if check.poll() is None:

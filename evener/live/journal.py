@@ -203,7 +203,7 @@ class TrainingJournal:
         self._changes: set[ShareChange] = set()
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
 
-    def note(self, record: LiveRecord) -> None:
+    def note_record(self, record: LiveRecord) -> None:
         """Write what has changed since the last record: the start, share changes, and the speed.
 
         The speed is written every 30 seconds.

@@ -50,16 +50,16 @@ def metrics() -> dict[str, float]:
     return dict(cache.found)
 
 
-def _find_local_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
+def _find_local_ranks(own_record: LiveRecord) -> Sequence[LiveRecord]:
     """Return the records of all ranks of this training run on this host.
 
-    `own` is this process's record.
+    `own_record` is this process's record.
     """
-    if not own.training:
-        return (own,)
-    every = [training for training in read_trainings() if training.training == own.training]
+    if not own_record.training:
+        return (own_record,)
+    every = [training for training in read_trainings() if training.training == own_record.training]
     others = [each for each in every if each.pid != os.getpid()]
-    return (own, *(each for each in others if each.rank != own.rank))
+    return (own_record, *(each for each in others if each.rank != own_record.rank))
 
 
 def join_metrics(ranks: Sequence[LiveRecord]) -> dict[str, float]:

@@ -57,12 +57,17 @@ class DeviceTimes(NamedTuple):
     own_spread: float = 0.0
 
 
-def sum_up(own: Sequence[float], waiting: Sequence[float]) -> DeviceTimes:
-    """Return a device's typical times from the times of its last steps, in seconds.
+def sum_up(own_work_s: Sequence[float], waiting_s: Sequence[float]) -> DeviceTimes:
+    """Return a device's typical times from the times of its last steps, all in seconds.
 
-    `own` are its compute times, and `waiting` its waiting times.
+    `own_work_s` are its compute times in these steps, and `waiting_s` its waiting times.
     """
-    return DeviceTimes(middle(own), middle(waiting), max(0.0, _lowest_tenth(waiting)), spread(own))
+    return DeviceTimes(
+        middle(own_work_s),
+        middle(waiting_s),
+        max(0.0, _lowest_tenth(waiting_s)),
+        spread(own_work_s),
+    )
 
 
 def middle(values: Sequence[float]) -> float:
@@ -424,7 +429,7 @@ class Reporter:
             ]
             self._journal = TrainingJournal(shown, [live.batch for live in record.devices])
         if self._journal is not None:
-            self._journal.note(record)
+            self._journal.note_record(record)
 
     def _make_record(
         self,
@@ -514,10 +519,11 @@ def newest_reporter() -> Reporter | None:
     return max(reporting, key=lambda each: each._reported_at, default=None)
 
 
-def is_reported_elsewhere(own: Reporter | None) -> bool:
-    """Return True if another reporter of this process than `own` has reported steps."""
+def is_reported_elsewhere(excluded: Reporter | None) -> bool:
+    """Return True if any reporter of this process, except `excluded`, has reported steps."""
     return any(
-        reporter is not own and reporter._last_call is not None for reporter in list(_reporters)
+        reporter is not excluded and reporter._last_call is not None
+        for reporter in list(_reporters)
     )
 
 

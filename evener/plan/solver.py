@@ -142,13 +142,13 @@ def leave_out(plan: Plan, removed: Collection[tuple[str, str]]) -> Plan:
     )
 
 
-def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
-    """Return a layout whose batch is divided among the remaining shares, `left`.
+def _divide_batch(layout: PlanLayout, remaining: Sequence[Share], part: float) -> PlanLayout:
+    """Return a layout whose batch is divided among the remaining shares, `remaining`.
 
     `part` is the fraction of the batch that these shares had before.
     """
-    rows, micros = _divide_rows(layout, left)
-    held = sum(share.state for share in left)
+    rows, micros = _divide_rows(layout, remaining)
+    held = sum(share.state for share in remaining)
     shares = []
     batches = []
     passes = []
@@ -160,7 +160,7 @@ def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> Pla
         batches.append(rows.get(share, 0))
         passes.append(micros.get(share, 0))
         ratios.append(share.ratio / part if stays else 0.0)
-    several = len(left) > 1
+    several = len(remaining) > 1
     return make_layout(
         layout.kind if several else "solo",
         tuple(shares),
@@ -172,17 +172,17 @@ def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> Pla
 
 
 def _divide_rows(
-    layout: PlanLayout, left: Sequence[Share]
+    layout: PlanLayout, remaining: Sequence[Share]
 ) -> tuple[dict[Share, int], dict[Share, int]]:
     """Return the rows per step and the rows per pass of each remaining share."""
     # The rows follow from the curves. If the plan's ratios are of costs, or the curves give no
     # solution, the rows are divided by the ratios.
-    computing = [share for share in left if share.batch]
+    computing = [share for share in remaining if share.batch]
     pass_limits = tuple(_largest_pass(share) for share in computing)
     rows = None if layout.by_cost else _solve_by_curves(layout, computing, pass_limits)
     if rows is None:
         rows = apportion(layout.global_batch, [share.ratio for share in computing])
-    without = {share: 0 for share in left if not share.batch}  # they only hold state
+    without = {share: 0 for share in remaining if not share.batch}  # they only hold state
     by_share = dict(zip(computing, rows, strict=True))
     passes = dict(zip(computing, pass_rows(rows, pass_limits), strict=True))
     return by_share | without, passes | without
@@ -196,10 +196,10 @@ def _largest_pass(share: Share) -> int:
 
 
 def _solve_by_curves(
-    layout: PlanLayout, left: Sequence[Share], pass_limits: tuple[int, ...]
+    layout: PlanLayout, remaining: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
     """Return the fastest rows for the remaining shares by their curves, or None if none fit."""
-    curves = read_curves(left)
+    curves = read_curves(remaining)
     in_passes = any(share.micro < share.batch for share in layout.active)
     if not in_passes:
         rows = solve_shares(curves, layout.global_batch, pass_limits, False)

@@ -78,11 +78,13 @@ LATE_PART = 0.25  # fraction of all bytes that may wait for the end of the backw
 WORTH_BYTES = 8 << 20  # fewer bytes are summed at once, because a second sum would start too late
 
 
-def divide_sums(tensors: Sequence[tuple[int, Hashable]], separate: int = 0) -> list[list[int]]:
+def divide_sums(
+    tensors: Sequence[tuple[int, Hashable]], separate_count: int = 0
+) -> list[list[int]]:
     """Group tensors for all-reduce, and return the indices of the tensors in each group.
 
     `tensors` has the size in bytes and the dtype of each tensor, in the order in which they are
-    computed. The last `separate` tensors get groups of their own.
+    computed. The last `separate_count` tensors get groups of their own.
     """
     # Tensors of different types are never in the same group. If all tensors have less than 8 MiB in
     # total, each type has one group. Otherwise, each type has an early group, which is summed
@@ -90,7 +92,7 @@ def divide_sums(tensors: Sequence[tuple[int, Hashable]], separate: int = 0) -> l
     # unless they consist of a single larger tensor.
     sizes = [size for size, _ in tensors]
     left = sum(sizes)
-    last = len(sizes) - separate - 1
+    last = len(sizes) - separate_count - 1
     most_late = LATE_PART * left if left >= WORTH_BYTES else None
     sums: dict[tuple[int, Hashable], list[int]] = {}
     for place, (size, kind) in enumerate(tensors):

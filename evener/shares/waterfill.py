@@ -102,14 +102,14 @@ def _try_fewer(
     batch: int,
     quantum: int,
     min_devices: int,
-    least: float,
+    min_seconds: float,
     shares: dict[int, int],
 ) -> Allocation:
     """Return the fastest allocation on at most as many devices as have `shares`.
 
     - `costs[k]`: time in seconds of a gradient exchange among k devices.
     - `min_devices`: minimum number of devices.
-    - `least`: finish time of the given shares in seconds, without the exchange.
+    - `min_seconds`: finish time of the given shares in seconds, without the exchange.
     - `shares`: rows by index in `devices`.
     """
     # Fewer devices may be faster, because their exchange is cheaper. The search halves the range of
@@ -125,7 +125,7 @@ def _try_fewer(
             continue  # fewer devices never compute more samples by then
         middle = (low + high) // 2
         ranges += (low, middle - 1), (middle + 1, high)
-        found = _split_among_count(devices, middle, batch, quantum, least, 0)
+        found = _split_among_count(devices, middle, batch, quantum, min_seconds, 0)
         if found is None or len(found[1]) < min_devices:
             continue
         _, fewer = found
@@ -263,37 +263,42 @@ def _largest(sizes: Sequence[int], k: int) -> list[int]:
 
 
 def _samples_by(
-    devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0
+    devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, min_active: int = 0
 ) -> int:
     """Return how many rows the `k` fastest devices can finish within `seconds` seconds.
 
-    Returns 0 if fewer than `active` devices can finish any rows.
+    Returns 0 if fewer than `min_active` devices can finish any rows.
     """
     sizes = _largest_shares(devices, seconds, quantum)
-    if active and sum(1 for size in sizes if size) < active:
+    if min_active and sum(1 for size in sizes if size) < min_active:
         return 0
     return sum(sizes if k >= len(sizes) else heapq.nlargest(k, sizes))
 
 
 def _split_among_count(
-    devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
+    devices: Sequence[DeviceCurve],
+    k: int,
+    batch: int,
+    quantum: int,
+    min_seconds: float,
+    min_active: int,
 ) -> tuple[float, dict[int, int]] | None:
     """Return the finish time in seconds and the shares of a batch on at most `k` devices.
 
-    The finish time is at least `least`. At least `active` devices get rows. Shares are by index in
-    `devices`. Returns None if the devices' limits don't allow the batch.
+    The finish time is at least `min_seconds`, and at least `min_active` devices get rows. Shares
+    are by index in `devices`. Returns None if the devices' limits don't allow the batch.
     """
     late = max(device.curve.seconds(device.limit) for device in devices)
-    if _samples_by(devices, k, late, quantum, active) < batch:
+    if _samples_by(devices, k, late, quantum, min_active) < batch:
         return None
-    early = least
-    if _samples_by(devices, k, early, quantum, active) >= batch:
+    early = min_seconds
+    if _samples_by(devices, k, early, quantum, min_active) >= batch:
         late = early
     for _ in range(HALVINGS):
         middle = (early + late) / 2
         if not early < middle < late or late - early <= 1e-12 * late:
             break
-        if _samples_by(devices, k, middle, quantum, active) >= batch:
+        if _samples_by(devices, k, middle, quantum, min_active) >= batch:
             late = middle
         else:
             early = middle
@@ -301,19 +306,27 @@ def _split_among_count(
 
 
 def _divide_batch(
-    devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
+    devices: Sequence[DeviceCurve],
+    k: int,
+    batch: int,
+    quantum: int,
+    early_seconds: float,
+    late_seconds: float,
 ) -> dict[int, int]:
-    """Return shares that add up to the batch and finish between `early` and `late`.
+    """Return shares that add up to the batch and finish within an interval of time.
 
-    Both times are in seconds. Shares are by index in `devices`.
+    The interval is from `early_seconds` to `late_seconds`. Shares are by index in `devices`.
     """
-    # Each device gets what it finishes by `early`, but at least one quantum. Then single quanta are
-    # added, up to what the device finishes by `late`. Each of these quanta goes to the device that
-    # would finish it first.
-    most = _largest_shares(devices, late, quantum)
+    # Each device gets what it finishes by `early_seconds`, but at least one quantum. Then single
+    # quanta are added, up to what the device finishes by `late_seconds`. Each of these quanta goes
+    # to the device that would finish it first.
+    most = _largest_shares(devices, late_seconds, quantum)
     chosen = _largest(most, min(k, batch // quantum))
     shares = {
-        i: min(most[i], max(quantum, devices[i].curve.largest(early, devices[i].limit, quantum)))
+        i: min(
+            most[i],
+            max(quantum, devices[i].curve.largest(early_seconds, devices[i].limit, quantum)),
+        )
         for i in chosen
     }
     missing = batch - sum(shares.values())

@@ -437,15 +437,15 @@ CAUSES = {
 }
 
 
-def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
+def find_cause(checks: Mapping[str, Callable[[], bool]]) -> str:
     """Return the name of the likeliest cause of a wrong gradient.
 
-    `answers` has a function for each cause in CAUSES that may apply. The function computes the
+    `checks` has a function for each cause in CAUSES that may apply. The function computes the
     gradient again without that cause, and returns True if it is then correct. The first cause whose
     function returns True is the result, or "rows" if none does.
     """
     for name in CAUSES:
-        if name in answers and answers[name]():
+        if name in checks and checks[name]():
             return name
     return "rows"
 

@@ -30,7 +30,7 @@ class MemoryPeaks:
         """The number of different pass sizes whose peak was measured."""
         return len(self._peaks)
 
-    def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
+    def record(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
         """Record the peak memory of a pass and the memory in use between steps, in bytes.
 
         The peak is ignored if a larger pass was recorded before.
@@ -67,7 +67,7 @@ class MemoryPeaks:
             return largest
         return largest + int(room_bytes / per_row)
 
-    def most_rows_beside(
+    def most_rows_with_reserve(
         self, capacity_bytes: float, free_fraction: float, extra_bytes: float
     ) -> int:
         """Return how many rows per pass fit if something else needs `extra_bytes` of memory.

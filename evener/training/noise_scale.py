@@ -49,13 +49,13 @@ class NoiseScale(msgspec.Struct, frozen=True):
         return self.low if self.high >= ENDLESS else self.rows
 
 
-def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
+def separate_noise(sizes: Sequence[int], weighted_squares: float, batch_square: float) -> Sample:
     """Estimate the noise and signal of a gradient from a batch that is divided into parts.
 
     - `sizes`: rows of each part.
-    - `weighted`: the sum, over all parts, of a part's rows times the squared norm of its mean
-      gradient.
-    - `whole`: squared norm of the whole batch's mean gradient.
+    - `weighted_squares`: the sum, over all parts, of a part's rows times the squared norm of its
+      mean gradient.
+    - `batch_square`: squared norm of the whole batch's mean gradient.
 
     Raises ValueError if fewer than two parts have rows.
     """
@@ -65,8 +65,8 @@ def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sampl
     rows = sum(sizes)
     if parts < 2:
         raise ValueError("noise is seen between two parts or more")
-    noise = (weighted - rows * whole) / (parts - 1)
-    return Sample(noise, whole - noise / rows)
+    noise = (weighted_squares - rows * batch_square) / (parts - 1)
+    return Sample(noise, batch_square - noise / rows)
 
 
 def efficiency(batch: int, noise_scale: float) -> float:

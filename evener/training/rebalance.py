@@ -624,13 +624,13 @@ def _deviation(ratios: Sequence[float]) -> float:
     return 1.483 * median(abs(math.log(each / middle)) for each in ratios)
 
 
-def _common_compute_time(own: Sequence[float], rates: Sequence[float]) -> float:
+def _common_compute_time(own_work_s: Sequence[float], rates: Sequence[float]) -> float:
     """Return the compute time of all ranks after rows are moved to make it equal.
 
-    `own` are the ranks' compute times now in seconds, and `rates` the rows that each rank computes
-    per additional second.
+    `own_work_s` are the ranks' compute times now in seconds, and `rates` the rows that each rank
+    computes per additional second.
     """
-    return math.fsum(map(mul, own, rates)) / math.fsum(rates)
+    return math.fsum(map(mul, own_work_s, rates)) / math.fsum(rates)
 
 
 def _slope(curve: Curve, share: int) -> float:

@@ -129,7 +129,7 @@ def _find_step_seconds(steps: Sequence[RankStep]) -> float:
     known = [step for step in steps if step.step_s > 0]
     if not known:
         return 0.0
-    last = list_last(known, fmean(each.step_s for each in known))
+    last = list_stragglers(known, fmean(each.step_s for each in known))
     return fmean(known[place].step_s for place in last)
 
 
@@ -158,7 +158,7 @@ class _Finder:
         self, ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
     ) -> None:
         self._ranks, self._steps, self._step_s = ranks, steps, step_s
-        self._last = list_last(steps, step_s)
+        self._last = list_stragglers(steps, step_s)
 
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
@@ -229,7 +229,7 @@ def _find_rest_error(seconds: float, step_s: float) -> float:
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
 
-def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
+def list_stragglers(steps: Sequence[RankStep], step_s: float) -> list[int]:
     """Return the indices of the stragglers: the ranks that hardly wait for others.
 
     `steps` are the ranks' mean steps, and `step_s` is the duration of a step in seconds.
@@ -270,7 +270,7 @@ def _find_host_waits(
 
     It may wait for CPU cores, for kernels to start, or for the user's own code.
     """
-    last = list_last(steps, step_s)
+    last = list_stragglers(steps, step_s)
     place = max(last, key=lambda each: ranks[each].starved)
     starved_s = ranks[place].starved * step_s
     if starved_s > 0:
@@ -335,10 +335,10 @@ def _find_unequal_work(
     timed = [place for place, rank in enumerate(ranks) if rank.own_work_s > 0]
     if len(timed) < 2:
         return None
-    last = [place for place in list_last(steps, step_s) if place in timed] or timed
+    last = [place for place in list_stragglers(steps, step_s) if place in timed] or timed
     slowest = ranks[max(last, key=lambda each: ranks[each].own_work_s)]
     known = [ranks[place] for place in timed]
-    beyond_s = slowest.own_work_s - _even_seconds(known)
+    beyond_s = slowest.own_work_s - _balanced_seconds(known)
     waited_s = max(each.waiting_s for each in known) - slowest.waiting_s
     noise_s = NOISE_ERRORS * MEDIAN_ERROR * max(each.own_spread * each.own_work_s for each in known)
     if min(beyond_s, waited_s) < max(LEAST_SHARE * step_s, noise_s):
@@ -346,7 +346,7 @@ def _find_unequal_work(
     return StepPart(kind=LimitKind.UNEQUAL, seconds=beyond_s, error_s=noise_s, by=slowest.name)
 
 
-def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
+def _balanced_seconds(ranks: Sequence[MeasuredRank]) -> float:
     """Return the ranks' compute time in seconds, assuming shares in proportion to their speeds."""
     shares = [rank.share or 1 for rank in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]

@@ -59,7 +59,7 @@ def train(
     )
     for second in range(0, 301, 31):
         steps = round(second * part * promised / sum(plan.batches))
-        journal.note(msgspec.structs.replace(record, step=steps, updated_at=1.9e9 + second))
+        journal.note_record(msgspec.structs.replace(record, step=steps, updated_at=1.9e9 + second))
     journal.close()
 
 

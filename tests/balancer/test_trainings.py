@@ -59,7 +59,7 @@ def write(name: str, monkeypatch: pytest.MonkeyPatch, reason: str = "") -> Train
         at(70, 6501, CHANGE),
         at(95, 7751, CHANGE),
     ):
-        journal.note(record)
+        journal.note_record(record)
         if record.step == 6501:
             journal.note_retreat(RETREAT)
     return journal
@@ -187,8 +187,8 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     (runs_folder() / "20261122-120000-abc1").write_text("in the way")
     journal = TrainingJournal(["a"], [4])
     with pytest.warns(UserWarning, match="journal can't be written"):
-        journal.note(RECORD)
-    journal.note(at(40, 9))
+        journal.note_record(RECORD)
+    journal.note_record(at(40, 9))
     journal.close()
 
 
@@ -220,7 +220,7 @@ def test_odd_numbers_and_texts_are_shown_without_harm(
 ) -> None:
     monkeypatch.setenv("EVENER_RUN", "20261122-120000-abc1")
     journal = TrainingJournal(["\x1b[2Ja"], [0])
-    journal.note(at(0, 1, msgspec.structs.replace(CHANGE, at=1e18, reason="\x1b[31m")))
+    journal.note_record(at(0, 1, msgspec.structs.replace(CHANGE, at=1e18, reason="\x1b[31m")))
     journal.close()
     for command in ("show", "list"):
         assert evener(["runs", *([command, "last"] if command == "show" else [command])]) == 0
@@ -248,9 +248,9 @@ def test_an_entry_that_ctrl_c_has_interrupted_is_written_at_the_end(
     with monkeypatch.context() as patched:
         patched.setattr("evener.live.journal._open_journal", _interrupt)
         with pytest.raises(KeyboardInterrupt):
-            journal.note(RECORD)
+            journal.note_record(RECORD)
     monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
-    journal.note(RECORD)
+    journal.note_record(RECORD)
     journal.close()
     training = runs.load_training("20261122-120000-abc9")
     assert training is not None

@@ -20,7 +20,7 @@ def grow(
     highest = first_peak * (fixed + per_row * rows)
     for _ in range(30):
         highest = max(highest, fixed + per_row * rows)
-        peaks.note(rows, highest, fixed)
+        peaks.record(rows, highest, fixed)
         more = min(rows + max(rows // 2, 1), peaks.most_rows(capacity, left))
         if more == rows:
             return seen
@@ -59,7 +59,7 @@ def test_more_memory_never_holds_fewer_rows(
 ) -> None:
     peaks = MemoryPeaks()
     for some in (rows, rows + rows // 2):
-        peaks.note(some, fixed + per_row * some, fixed)
+        peaks.record(some, fixed + per_row * some, fixed)
     less, more = sorted((one, other))
     assert peaks.most_rows(less, left) <= peaks.most_rows(more, left)
     assert peaks.most_rows(more, 0.2) <= peaks.most_rows(more, 0.1)
@@ -69,13 +69,13 @@ def test_more_memory_never_holds_fewer_rows(
 def test_memory_that_grows_faster_than_rows_is_not_underestimated() -> None:
     peaks = MemoryPeaks()
     for rows in (100, 150, 225):
-        peaks.note(rows, 5 + (rows / 100) ** 1.3, 5)
+        peaks.record(rows, 5 + (rows / 100) ** 1.3, 5)
     assert peaks.predict(300) >= 0.98 * (5 + 3**1.3)
 
 
 def test_without_a_peak_nothing_is_reported() -> None:
     peaks = MemoryPeaks()
     assert peaks.most_rows(1e9, 0.1) == 0
-    peaks.note(10, 100.0)
-    peaks.note(5, 100.0)  # the allocator's peak is still that of 10 rows
+    peaks.record(10, 100.0)
+    peaks.record(5, 100.0)  # the allocator's peak is still that of 10 rows
     assert peaks.predict(20) == 200.0

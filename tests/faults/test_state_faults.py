@@ -95,23 +95,23 @@ def test_a_trainings_journal_goes_on_when_a_full_disk_has_room_again(
         for step in range(200)
     ]
     journal = TrainingJournal(["a", "b"], [6, 2])
-    journal.note(reports[0])
+    journal.note_record(reports[0])
     fill(small_disk, 0)
     with warnings.catch_warnings(record=True, action="always") as warned:
         for report in reports[1:150]:
-            journal.note(report)
+            journal.note_record(report)
     assert ["No space left" in str(each.message) for each in warned] == [True]
     assert 2 < len(speeds()) < 149
     (small_disk / "filler").unlink()
     for report in reports[150:]:
-        journal.note(report)
+        journal.note_record(report)
     assert [speed.step for speed in speeds()] == list(range(1, 200))
     os.close(journal._descriptor)  # like a kill
     fill(small_disk, 0)
     again = TrainingJournal(["a", "b"], [6, 2])
     for report in reports[:150]:
         with warnings.catch_warnings(action="ignore"):
-            again.note(report)
+            again.note_record(report)
     assert len(speeds()) >= 199
     (small_disk / "filler").unlink()
     again.close()
@@ -135,12 +135,12 @@ def test_a_line_that_a_kill_left_incomplete_is_cut_off_when_the_training_starts_
     monkeypatch.setenv("EVENER_RUN", "20261128-000000-0001")
     record = LiveRecord("torch", "train.py", 100.0, 0, 1e9, ())
     journal = TrainingJournal(["a"], [8])
-    journal.note(record)
-    journal.note(msgspec.structs.replace(record, step=9, updated_at=1e9 + 40))
+    journal.note_record(record)
+    journal.note_record(msgspec.structs.replace(record, step=9, updated_at=1e9 + 40))
     with (run_folder("20261128-000000-0001") / TRAINING_JOURNAL).open("ab") as stream:
         stream.write(b'{"entry":"speed","at":' + b"1" * left)
     again = TrainingJournal(["a"], [8])
-    again.note(record)
+    again.note_record(record)
     found = runs.load_training("20261128-000000-0001")
     assert found is not None
     assert [type(entry) for entry in found.entries] == [StartEntry, SpeedEntry, StartEntry]
@@ -157,7 +157,7 @@ def test_a_pipe_in_place_of_a_trainings_journal_is_one_warning(
     os.mkfifo(folder / TRAINING_JOURNAL)
     journal = TrainingJournal(["a"], [8])
     with pytest.warns(UserWarning, match="is not a plain file"):
-        journal.note(LiveRecord("torch", "train.py", 100.0, 0, 1e9, ()))
+        journal.note_record(LiveRecord("torch", "train.py", 100.0, 0, 1e9, ()))
     journal.close()
 
 

@@ -122,7 +122,7 @@ def capped(rank: int, layers: Any) -> Iterator[list[int]]:
             raise MemoryError(f"{rows} rows")
 
     def measure(gauge: MemoryGauge, rows: int) -> float:
-        gauge._peaks.note(rows, OTHER_BYTES + rows * ROW_BYTES)
+        gauge._peaks.record(rows, OTHER_BYTES + rows * ROW_BYTES)
         held = AT_ONCE + 0.5 if rank == 0 else 1000
         return (OTHER_BYTES + held * ROW_BYTES) / (1 - gauge._left)
 

@@ -171,7 +171,7 @@ def train(
             continue
         fits = []
         for peak, device, most in zip(peaks, devices, largest, strict=True):
-            peak.note(most, device.bytes(most), device.fixed_bytes)
+            peak.record(most, device.bytes(most), device.fixed_bytes)
             fits.append(peak.most_rows(device.capacity_bytes, LEFT_AT_RISK))
         middle_s = max(each.step_s for each in medians)
         fewest = fewest_windows(find_bottleneck(medians), window_steps * middle_s)

@@ -222,7 +222,7 @@ async def test_a_training_shows_what_its_journal_has_and_can_only_be_deleted(
     monkeypatch.setenv("EVENER_RUN", "20261122-120000-abc1")
     monkeypatch.setenv("EVENER_RESTART", "rank 1 was ended by SIGKILL")
     journal = TrainingJournal(["GPU:0"], [8])
-    journal.note(LiveRecord("torch", "mine.py", 0.0, 1, 1_000.0, ()))
+    journal.note_record(LiveRecord("torch", "mine.py", 0.0, 1, 1_000.0, ()))
     journal.close()
     app = app_of()
     async with app.run_test(size=(120, 36)) as pilot:

@@ -45,7 +45,7 @@ class MemoryGauge:
         Memory then also holds the gradients of earlier passes, which take `gradient_bytes`. The
         result is 0 unless passes of two sizes were measured. Call `measure` first.
         """
-        return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
+        return self._peaks.most_rows_with_reserve(self._capacity_bytes, self._left, gradient_bytes)
 
     @property
     def _left(self) -> float:
@@ -60,7 +60,7 @@ class MemoryGauge:
         peak = stats.get("allocated_bytes.all.peak", 0)
         held = stats.get("allocated_bytes.all.current", 0)
         overhead = max(1.0, reserved / peak) if peak else 1.0
-        self._peaks.note(rows, peak * overhead, held * overhead)
+        self._peaks.record(rows, peak * overhead, held * overhead)
         free, total = torch.cuda.mem_get_info(self._device)
         fraction = torch.cuda.get_per_process_memory_fraction(self._device)
         return float(min(free + reserved, fraction * total))
@@ -69,7 +69,7 @@ class MemoryGauge:
         """Record this process's peak memory for a pass of `rows` rows; return the usable bytes."""
         # usable bytes are the peak plus an equal part of the host's free memory
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        self._peaks.note(rows, peak_kib * 1024)
+        self._peaks.record(rows, peak_kib * 1024)
         return peak_kib * 1024 + free_memory_bytes() / self._processes
 
     def make_room(self) -> None:
