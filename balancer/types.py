@@ -540,15 +540,22 @@ class Stop(StrEnum):
         "Nothing left to measure is expected to pay for its time, but the plan may be off by more "
         "than --tolerance"
     )
-    TIED = "The leading layouts tie: more turns within the budget would not tell them apart."
-    UNCERTAIN = "The leading layouts are measured too roughly to be told apart within the budget."
+    TIED = "The leading layouts tie, and the turns that are left would not change that."
+    UNCERTAIN = (
+        "The leading layouts are measured too roughly to rank them, and the turns that are left "
+        "would not change that."
+    )
+    UNSTEADY = (
+        "The plan was measured as often as a search repeats it, and its samples/s are still "
+        "uncertain."
+    )
     ONLY_ONE = "There is one way to train on these devices, and it was measured."
-    BUDGET = "The budget is spent."
+    BUDGET = "No further measurement fits into the rest of the budget (--budget)."
     NO_FIT = "No layout of the global batch asked for fits the memory of these devices."
     ROW_TOO_LONG = "A row is longer than any device can hold"
     OUT_OF_MEMORY = "Every device ran out of memory at the smallest batch it was given"
     ALL_LOST = "Every device failed"
-    LATE = "The budget was spent before the search had ended."
+    LATE = "The budget (--budget) was spent before the search had ended."
     INTERRUPTED = "The search was interrupted."
     CUT_OFF = "The run was cut off."
 

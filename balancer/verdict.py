@@ -20,6 +20,7 @@ StopCode = Literal[
     "unsure",
     "tied",
     "uncertain",
+    "unsteady",
     "only_one",
     "budget",
     "no_fit",

@@ -1105,11 +1105,11 @@ def write_end(verdict: Verdict, reason: str) -> str:
         return reason
     tied = [rival for rival in verdict.rivals if rival.tie][:MOST_NAMED]
     if not tied:
-        return "More turns within the budget would not make the rates more certain."
+        return "The turns that are left would not make the samples/s more certain."
     names = join_words([f"{one.name} ({_write_batches(one)})" for one in tied])
     one_layout = len(tied) == 1 and tied[0].kind != "equal_shares"
     tie = "ties" if one_layout else "tie"
-    return f"{names} {tie} with the plan: more turns within the budget would not tell them apart."
+    return f"{names} {tie} with the plan, and the turns that are left would not change that."
 
 
 # ---------------------------------------------------------------------- what to do next

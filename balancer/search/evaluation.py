@@ -41,7 +41,7 @@ from .rows import RowPolicy
 from .sharding import Sharding
 from .text_model import TextModel
 from .texts import TextPolicy
-from .time_left import TimeLeft
+from .time_left import FEWEST_STEPS, TimeLeft
 
 
 class Evaluation:
@@ -161,10 +161,17 @@ class Evaluation:
         if self._why_impossible and not self.race.running:
             return self._why_impossible
         if not self.race.ranking:
-            spent = self._seen.in_stage(Stage.SPLIT) or self.model.holds_batch
-            return End(Stop.BUDGET if spent else Stop.NO_FIT)
+            fits = self._seen.in_stage(Stage.SPLIT) or self.model.holds_batch
+            limited = self.problem.budget_seconds is not None
+            return End(Stop.BUDGET if fits and limited else Stop.NO_FIT)
         waiting, tied = self.race.waiting
-        if waiting or self._explore_rest(None):
+        goes_on = bool(self._explore_rest(None))
+        if self.problem.budget_seconds is None:
+            if goes_on:
+                return End(Stop.UNSURE, "other batches, which weren't measured, may gain more")
+            # layouts that still wait were measured as often as a search repeats them
+            return self._why_finished(tied or bool(waiting))
+        if waiting or goes_on:
             return End(Stop.BUDGET)  # with more time, it would go on
         return self._why_finished(tied)
 
@@ -180,7 +187,14 @@ class Evaluation:
             return End(Stop.TIED if best_is_known and is_known(*leaders) else Stop.UNCERTAIN)
         if len(self.race.ranking) == 1:
             return End(Stop.ONLY_ONE)
-        return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
+        return self._end_when_settled() if best_is_known else End(self._why_uncertain())
+
+    def _why_uncertain(self) -> Stop:
+        """Return why the search measures its plan no more, although its speed is uncertain."""
+        has_time = self.best is not None and self.budget.affords(
+            self.best.layout, Stage.CHECK, steps=FEWEST_STEPS
+        )
+        return Stop.UNSTEADY if has_time else Stop.BUDGET
 
     def _end_when_settled(self) -> End:
         """Return the end of a search that needs no more measurements.

@@ -29,6 +29,7 @@ from evener.balancer.types import (
     Stop,
     Timed,
 )
+from evener.devices.machine import Machine, SimulatedDevice
 from tests.support import machine_families, search_trials
 from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench, benches, noisy, searched
@@ -407,3 +408,27 @@ def test_a_layout_that_breaks_as_it_is_checked_is_not_the_answer() -> None:
     assert best is not None
     assert best.layout != broken
     assert search._seen.timed_in(best.layout, Stage.CHECK)
+
+
+def test_a_search_without_a_budget_never_says_that_its_budget_ended_it() -> None:
+    """Steps vary so much that some speeds stay uncertain after eight turns."""
+    fast, slow = (
+        SimulatedDevice(
+            name=name,
+            memory_mib=10240,
+            memory_base_mib=1000,
+            memory_per_sample_mib=80,
+            curve=((1, 600 * factor), (8, 1400 * factor), (64, 9000 * factor)),
+            noise=0.9,
+        )
+        for name, factor in (("fast", 1.0), ("slow", 100.0))
+    )
+    machine, ask, ends = Machine((fast, slow)), search_trials.Ask(budget=None, most=64), set()
+    for seed in (2, 3, 7):
+        search = Search(search_trials.problem(machine, ask, seed))
+        search_trials.finish(search, search_trials.StartingProber(machine, seed, ask))
+        end = search.ended()
+        assert end is not None
+        assert "budget" not in end.words
+        ends.add(end.stop)
+    assert Stop.UNSTEADY in ends
