@@ -56,9 +56,9 @@ def choose_devices(
     - `hiding_setting`: what hides the other devices, such as "CUDA_VISIBLE_DEVICES=''", for the
       error message.
 
-    The result is in the order of the terms. It has a message for each device on which other
-    processes already use more than 5 % of the memory. Raises DeviceError if no device is visible,
-    and RequestError if a term matches no device or several.
+    The result is in the order of the terms. Its messages name each device on which other processes
+    already use more than 5 % of the memory. Raises DeviceError if no device is visible, and
+    RequestError if a term matches no device or several.
     """
     chosen: list[Device] = []
     for term in terms:
@@ -254,7 +254,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 
 class ChildEnvironment(msgspec.Struct, frozen=True):
-    """The environment variables and limits with which a process trains on its devices.
+    """The environment variables and limits of a process that trains on certain devices.
 
     The process itself enforces `address_space_bytes` by calling `cap_address_space`.
     """

@@ -31,7 +31,7 @@ FIRST_WAIT_SECONDS = 0.03  # a few kernel ticks, so that the first sample doesn'
 class HostMeter:
     """Measures how much CPU and memory are used on this host.
 
-    After each call of `read`, `by_cpu` has the load of each online logical CPU in percent.
+    After each call of `read`, `by_cpu` maps each online logical CPU to its load in percent.
     """
 
     def __init__(self) -> None:

@@ -70,8 +70,8 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
     """Find the devices of this machine that a request selects.
 
     `terms` are the parsed parts of the request, which are all for one kind of devices. `variables`
-    are environment variables, such as CUDA_VISIBLE_DEVICES. For `auto`, the result has the
-    accelerators of this machine, or else CPU slices and a message that says why.
+    are environment variables, such as CUDA_VISIBLE_DEVICES. For `auto`, the accelerators of this
+    machine are returned, or else CPU slices and a message that says why.
     """
     if terms[0].kind != "auto":
         return find_backend(terms[0].kind).find(terms, variables)
@@ -129,7 +129,7 @@ def child_environment(devices: Sequence[Device], framework: str) -> ChildEnviron
 
 
 def import_path(inherited: str) -> str:
-    """Return the PYTHONPATH with which a child process imports the same evener as this one.
+    """Return a PYTHONPATH that makes a child process import the same evener as this one.
 
     `inherited` is the current PYTHONPATH. If evener is installed, it is returned unchanged.
     """

@@ -63,9 +63,9 @@ class Sampler:
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
         """Set the load of simulated devices. Real devices aren't affected.
 
-        `loads` has the samples/s and the rows per gradient-accumulation pass of each device, by
-        device id. If the samples/s are None, the device works without pauses. Devices that aren't
-        in `loads` become idle.
+        `loads` maps device ids to the device's samples/s and its rows per gradient-accumulation
+        pass. If the samples/s are None, the device works without pauses. Devices that aren't in
+        `loads` become idle.
         """
         if isinstance(self.source, SimulatedSource):
             for position, device in enumerate(self.source.devices()):

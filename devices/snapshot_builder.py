@@ -65,7 +65,7 @@ class SnapshotBuilder:
     ) -> Snapshot:
         """Return the snapshot that was begun, from the samples of its devices.
 
-        `uses` has the processes that the driver reports, by device id. Without `host`, the host's
+        `uses` maps device ids to the processes that the driver reports. Without `host`, the host's
         load is measured here.
         """
         devices, processes = self.complete(samples, uses or {})
@@ -177,9 +177,9 @@ class TrainingRates:
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
         """Return the samples/s of each process on each device, and how overdue its report is.
 
-        `pids` has the processes that the driver sees, by device id. They are used if a report
-        doesn't name its devices. The result has the samples/s and the seconds overdue, by process
-        and device id.
+        `pids` maps device ids to the processes that the driver sees. They are used if a report
+        doesn't name its devices. The keys of the result are pairs of process and device id, and its
+        values are pairs of samples/s and seconds overdue.
         """
         if self._clock() >= self._next_read:
             self._next_read = self._clock() + READ_PERIOD_SECONDS

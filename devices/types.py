@@ -18,7 +18,7 @@ DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of device
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """A limit after `@` in `--devices`: of a device's compute, its memory, or both.
+    """A limit for a device's compute, its memory or both, given after `@` in `--devices`.
 
     It is enforced on real devices. Simulated devices become slower or smaller.
     """

@@ -146,8 +146,8 @@ def _list_accelerators(
 ) -> tuple[Devices, Devices, dict[str, str]]:
     """Return all accelerators of this host, the usable ones, and variables that show only those.
 
-    `kind` may be "auto", for the first kind that this host has. `usable` has Ray's names of the
-    usable devices, or is None if all are usable.
+    `kind` may be "auto", for the first kind that is found on this host. `usable` lists Ray's names
+    of the usable devices, or is None if all are usable.
     """
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
@@ -251,7 +251,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def digest_code() -> str:
-    """Return a digest of evener's Python files, by which hosts with different code are found."""
+    """Return a digest of evener's Python files, to find hosts whose code differs."""
     home = evener.__path__[0]
     digest = blake2b(digest_size=4)
     # in a checkout, some directories are symbolic links
@@ -264,9 +264,9 @@ def digest_code() -> str:
 
 
 def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
-    """Return a message for each package of which the hosts have different versions.
+    """Return a message for each package whose versions differ between hosts.
 
-    `by_host` has, for each host, the versions by package name.
+    `by_host` maps each host to its versions by package name.
     """
     names = dict.fromkeys(name for versions in by_host.values() for name in versions)
     lines = []
@@ -389,7 +389,7 @@ class ClusterSource:
     def _show_lost(self, errors: Mapping[str, str]) -> list[DeviceSample]:
         """Return samples that mark the devices of lost hosts as lost.
 
-        `errors` has the error of each lost host.
+        `errors` maps each lost host to its error.
         """
         return [
             DeviceSample(

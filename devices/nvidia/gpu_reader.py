@@ -183,7 +183,7 @@ class GpuReader:
         )
 
     def vitals(self, full: bool) -> Vitals:
-        """Return throttling times, clock and energy, by which measurements are checked.
+        """Return throttling times, clock and energy, which show whether a measurement is valid.
 
         With `full`, memory, processes and utilization are read, too; otherwise, they are those of
         the last full call. `clock_fraction` is read only if the throttling times have changed since

@@ -162,7 +162,7 @@ class Metric(Batch):
 class Fields(Batch):
     """Values of a GPU that NVML reads by field id, several of them in one call.
 
-    `scopes` has the scopes of fields by id, such as the number of a link.
+    `scopes` maps field ids to their scopes, such as the number of a link.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Counter:
         """Return the increase per second since the last reading of the counter.
 
         It is pending after the first reading and after a reset of the counter. If the counter can't
-        be read, the result has the reason.
+        be read, the result says why.
         """
         number = reading.current
         if number is None and reading.state is not State.STALE:

@@ -122,8 +122,8 @@ def opened(library: Library | None = None) -> Iterator[Library]:
 def list_gpus() -> Listing:
     """Return all GPUs and MIG instances, with their memory use.
 
-    A GPU in MIG mode is replaced by its instances, which come last. There is a message for each GPU
-    that doesn't answer. Raises `DeviceError` if the driver can't be used.
+    A GPU in MIG mode is replaced by its instances, which come last. A message names each GPU that
+    doesn't answer. Raises `DeviceError` if the driver can't be used.
     """
     devices: list[Device] = []
     used: dict[str, int | None] = {}

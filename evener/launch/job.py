@@ -124,9 +124,10 @@ class HostJob(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, plan=plan, processes=processes)
 
     def environment(self, own_variables: Sequence[dict[str, str]] = ()) -> dict[str, str]:
-        """Return the environment variables with which this host's processes start.
+        """Return the environment variables for this host's processes.
 
-        `own_variables` has further variables for each process, in order; it may be shorter.
+        `own_variables` contains further variables for each process, in order. It may be shorter
+        than the number of processes.
         """
         # settings that differ between processes are in the variable STARTS, which `start_rank`
         # reads

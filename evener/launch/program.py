@@ -49,7 +49,7 @@ class SavedShares(msgspec.Struct, frozen=True):
 
 
 class ChosenPlan(msgspec.Struct, frozen=True):
-    """The plan with which a program starts, and where its shares come from."""
+    """The plan that a program starts with, and where its shares come from."""
 
     plan: Plan
     given: bool = False  # given by the user, so its shares are kept
@@ -170,7 +170,7 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 
 
 def choose_plan(plan_path: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
-    """Return the plan with which a program starts.
+    """Return the plan that a program starts with.
 
     It is the plan at `plan_path`, if that is given. Otherwise, it has the shares that the last run
     of the same command on the same devices saved, or equal shares. `devices` is the option
@@ -205,8 +205,8 @@ def choose_plan(plan_path: Path | None, devices: str, command: ProgramCommand) -
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
     """Measure a program on the devices, and return the path of the plan that results.
 
-    `devices` is the option `--devices`. `run` is the run's name, by which the guard finds the
-    measuring processes. Returns None if the plan leaves a device out. Raises RequestError if no
+    `devices` is the option `--devices`. `run` is the name of the run, so that the guard can find
+    the measuring processes. Returns None if the plan leaves a device out. Raises RequestError if no
     plan could be measured.
     """
     # a plan must use all devices, because the program's global batch is meant for all of them
@@ -319,8 +319,8 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
     """Save a program's last shares for the next run of the same command.
 
-    `plan` is the plan with which the program started. Returns the path of the saved plan, or None
-    if the last shares aren't known or two ranks shared a device.
+    `plan` is the plan that the program started with. Returns the path of the saved plan, or None if
+    the last shares aren't known or two ranks shared a device.
     """
     if not notes or not notes[0].run or notes[0].last is None:
         return None

@@ -55,7 +55,7 @@ class RankSummary(msgspec.Struct, frozen=True):
 
 
 class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
-    """A training run's first shares, and the speed with them compared with the last shares."""
+    """A training run's first shares, and how their speed compares with that of the last shares."""
 
     shares: tuple[int, ...]  # rows of every rank
     own_work_s: tuple[float, ...]  # median compute time (own work) of a step with these shares

@@ -224,11 +224,12 @@ class TrainingJournal:
         sums: Callable[[], StepSums],
         fast_step: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Count the training steps up to the number `step`, the last of which ended at `at_s`.
+        """Count the training steps up to number `step`.
 
-        If a window of steps ends here, an entry for it is stored for the next write. `at_s` is in
-        seconds of the monotonic clock. `sums` returns the total times of the first rank's steps.
-        `fast_step` returns a low percentile of the step times since it was last called, in seconds.
+        If a window of steps ends, store an entry for it, which is written with the next record. The
+        last step ended at `at_s`, in seconds of the monotonic clock. `sums` returns the total times
+        of the first rank's steps. `fast_step` returns a low percentile of the step times since it
+        was last called, in seconds.
         """
         # entries stay in memory until the next report, because writing may be slow
         self._core.sample(at_s)

@@ -141,7 +141,7 @@ class _Cores:
             self._starved_s += seen.starved_s
 
     def read(self) -> tuple[float, float]:
-        """Return the fraction of time for which threads waited for a CPU core.
+        """Return how much of the time threads waited for a CPU core, as a fraction.
 
         The first value is for the last seconds, and the second for the whole run.
         """

@@ -95,7 +95,7 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
 def _list_differences(
     plan: Plan, devices: Sequence[str] | None, workload_digest: str | None, framework: str | None
 ) -> Iterator[str]:
-    """Yield a sentence for each difference between the plan and what is here.
+    """Yield a sentence for each difference between the plan and the training run.
 
     Devices, model and framework are compared.
     """

@@ -94,7 +94,7 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A layout with which the plan was compared, and its measured speed."""
+    """A layout that was compared with the plan, and its measured speed."""
 
     name: str  # "equal shares", "best single device", "solo GPU:0", ..., for display
     layout: PlanLayout
@@ -122,7 +122,7 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The devices, versions and model with which a plan was measured."""
+    """The devices, versions and model that were used to measure a plan."""
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device
     driver: str
@@ -186,7 +186,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return apportion(batch, self.ratios)
 
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the rows per pass with which each device computes its share of a global batch.
+        """Return the rows per pass of each device, if it computes its share of a global batch.
 
         `global_batch` is the plan's by default. A device that takes one pass in the plan takes one
         pass for any share.

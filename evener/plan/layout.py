@@ -127,7 +127,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def label(self) -> str:
         """The device's label for messages, such as "GPU:0" or "node1/GPU:0".
 
-        It is "cuda:0" for a GPU of which only PyTorch's name is known.
+        It is "cuda:0" if only PyTorch's name of the GPU is known.
         """
         # `index` then counts only the GPUs that this process sees
         is_own = self.on_gpu and self.name == f"cuda:{self.index}"

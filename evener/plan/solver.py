@@ -56,14 +56,14 @@ def solve_shares(
     quantum: int = 1,
     extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
-    """Return the shares of `batch` rows with which a step is fastest, or None if they don't fit.
+    """Return the shares of `batch` rows that make a step fastest, or None if they don't fit.
 
     - `curves`: for each device, its step time as a function of rows.
     - `pass_limits`: for each device, the maximum rows of a share that is computed in one pass; 0
       for no limit.
     - `passes`: whether larger shares may be computed in several passes; or, for each device, the
       rows of each of several passes.
-    - `quantum`: number of rows of which each share is a multiple.
+    - `quantum`: each share is a multiple of this number of rows.
     - `extras`: for each device, the seconds that each pass after the first adds.
     """
     count = len(curves)
@@ -103,8 +103,9 @@ def _join_knots(knots: Knots) -> Curve:
 def leave_out(plan: Plan, removed: Collection[tuple[str, str]]) -> Plan:
     """Return a plan without the devices in `removed`. Their rows go to the other devices.
 
-    The global batch stays the same. `removed` has pairs of host and device id. Raises PlanError if
-    no remaining device computes rows, or if only one device of a sharded model remains.
+    The global batch stays the same. `removed` contains pairs of host and device id. Raises
+    PlanError if no remaining device computes rows, or if only one device of a sharded model
+    remains.
     """
     # The remaining devices get the shares that are fastest by their curves and fit in memory, in
     # passes if necessary. The throughput is only estimated: the plan's throughput times the

@@ -83,7 +83,7 @@ def divide_sums(
 ) -> list[list[int]]:
     """Group tensors for all-reduce, and return the indices of the tensors in each group.
 
-    `tensors` has the size in bytes and the dtype of each tensor, in the order in which they are
+    `tensors` lists the size in bytes and the dtype of each tensor, in the order in which they are
     computed. The last `separate_count` tensors get groups of their own.
     """
     # Tensors of different types are never in the same group. If all tensors have less than 8 MiB in

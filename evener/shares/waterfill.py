@@ -46,7 +46,7 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 class Allocation(msgspec.Struct, frozen=True):
     """The rows of each device, and the step time in seconds with the gradient exchange.
 
-    `shares` has pairs of a device's position and its rows.
+    `shares` consists of pairs of a device's position and its rows.
     """
 
     shares: tuple[tuple[int, int], ...]
@@ -223,7 +223,7 @@ def single_best(
 def single_reaching(
     device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return the smallest batch with which one device reaches `rate` samples/s, or None.
+    """Return the smallest batch that lets one device reach `rate` samples/s, or None.
 
     The batch is a multiple of `quantum` rows, and has at most `limit` rows.
     """

@@ -172,7 +172,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 def slice_cpus(groups: Groups, count: int) -> Groups:
     """Divide logical CPUs into `count` slices of equal size, without dividing a core if possible.
 
-    `groups` has the logical CPUs of each core. Left-over CPUs aren't in any slice. Raises
+    `groups` lists the logical CPUs of each core. Left-over CPUs aren't in any slice. Raises
     RequestError if there are fewer CPUs than slices.
     """
     cpus = tuple(cpu for group in groups for cpu in group)

@@ -75,9 +75,9 @@ LOSS = "the loss"  # the tensor's name in a sketch if no gradients can be comput
 
 
 class Sketch(msgspec.Struct):
-    """A small summary of a gradient, by which two computations of it can be compared.
+    """A small summary of a gradient, used to compare two computations of it.
 
-    It has a few random sums of each tensor's gradient, and the loss.
+    It contains a few random sums of each tensor's gradient, and the loss.
     """
 
     # A sum adds up the gradient's elements with random signs. The standard deviation of such a sum
@@ -157,8 +157,8 @@ def find_largest(
 ) -> GradientDifference | None:
     """Return the difference of the tensor whose gradient differs most between two computations.
 
-    `noises` has the relative difference that rounding alone causes, by the tensor's name. Returns
-    None if nothing can be compared.
+    `noises` maps each tensor to the relative difference that rounding alone causes. Returns None if
+    nothing can be compared.
     """
     # to compare tensors, each difference is divided by the rounding that is allowed for its tensor
     names = sorted(reference.sums.keys() | trained.sums.keys())
@@ -256,7 +256,7 @@ def compare_ranks(
     """Compare the gradients that the ranks computed from the same rows, and return the difference.
 
     The first rank is compared with each of the others. Returns the largest difference that is more
-    than rounding, or None. `noises` has, for each rank, the result of `find_noises`; without it,
+    than rounding, or None. `noises` contains the result of `find_noises` for each rank; without it,
     only dtypes decide what counts as rounding.
     """
     # Without `noises`, a returned difference only means that rounding has to be measured. The
@@ -440,8 +440,8 @@ CAUSES = {
 def find_cause(checks: Mapping[str, Callable[[], bool]]) -> str:
     """Return the name of the likeliest cause of a wrong gradient.
 
-    `checks` has a function for each cause in CAUSES that may apply. The function computes the
-    gradient again without that cause, and returns True if it is then correct. The first cause whose
+    `checks` maps causes in CAUSES that may apply to functions. Such a function computes the
+    gradient again without the cause, and returns True if it is then correct. The first cause whose
     function returns True is the result, or "rows" if none does.
     """
     for name in CAUSES:
@@ -498,10 +498,10 @@ def find_unequal(
 ) -> tuple[str, float, float] | None:
     """Return the first buffer or loss input whose values differ between ranks.
 
-    The result has its name, and the lowest and highest value. `ranks` has, for each rank, a few
-    values of each buffer and loss input by name. Returns None if all values agree except for
-    relative differences up to `tolerance`. If ranks have different numbers of values, the counts of
-    the first and the last rank are returned instead of the lowest and highest value.
+    The result is its name, its lowest value and its highest value. For each rank, `ranks` maps the
+    names of buffers and loss inputs to a few of their values. Returns None if all values agree
+    except for relative differences up to `tolerance`. If ranks have different numbers of values,
+    the counts of the first and the last rank are returned instead of the lowest and highest value.
     """
     # only names that all ranks have are compared
     names = [name for name in ranks[0] if all(name in each for each in ranks)]

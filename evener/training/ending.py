@@ -1,4 +1,4 @@
-"""End a process whose main thread is stuck, and find the error with which a process ends."""
+"""End a process whose main thread is stuck, and find the error that ends a process."""
 
 from __future__ import annotations
 

@@ -259,7 +259,10 @@ def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
 
 
 def _shorten(part: StepPart, seconds: float) -> StepPart:
-    """Return the part with at most `seconds` seconds. Its errors shrink in proportion."""
+    """Return a copy of the part that takes at most `seconds` seconds.
+
+    Its errors shrink in proportion.
+    """
     if seconds >= part.seconds:
         return part
     rest = seconds / part.seconds

@@ -75,10 +75,9 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor by which training needs more rows if the batch size changes.
+    """Return how many rows training needs with batch size `other`, relative to `batch`.
 
-    It is the number of rows to reach some loss with batches of `other` rows, divided by the number
-    with batches of `batch` rows.
+    These are the rows that training needs to reach the same loss.
     """
     return (noise_scale + other) / (noise_scale + batch)
 

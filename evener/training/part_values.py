@@ -13,9 +13,9 @@ def find_fitting(
 ) -> list[str]:
     """Return the names of the sums and means of the parts' values that equal the batch's value.
 
-    `whole` is the value of the batch, and `parts` are those of its parts. `counts` holds the parts'
-    weights for different means, such as `{"rows": (3, 5)}`. The result has the names of those means
-    that equal `whole`, and "sum" if the sum does. `rounding` is the allowed relative difference.
+    `whole` is the value of the batch, and `parts` are those of its parts. `counts` contains the
+    parts' weights for different means, such as `{"rows": (3, 5)}`. The result lists the means that
+    equal `whole`, and "sum" if the sum does. `rounding` is the allowed relative difference.
     """
     # values count as equal if they differ by at most `rounding`, relative to the largest value
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]

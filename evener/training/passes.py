@@ -111,7 +111,7 @@ class PassLimit:
     def lowest(self) -> int | None:
         """The maximum number of rows per pass, or None if there is no limit.
 
-        Both passes that ran out of memory and predicted memory use limit it.
+        It depends on which passes ran out of memory, and on predicted memory use.
         """
         known = [each for each in (self.most, self.predicted) if each is not None]
         return min(known, default=None)

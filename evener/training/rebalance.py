@@ -72,7 +72,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """Shares with which training would be faster, and the expected gain."""
+    """Shares that would make training faster, and the expected gain."""
 
     shares: tuple[int, ...]
     gain: float  # 0.12: 12 % more samples/s
@@ -398,8 +398,8 @@ class Rebalancer:
     ) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
         """Return shares that would have made the last `span` windows faster.
 
-        The result has the shares, the ranks' factors (measured divided by predicted compute time)
-        and the relative gain. Returns None if no gain is certain.
+        The result consists of the shares, the ranks' factors (measured divided by predicted compute
+        time) and the relative gain. Returns None if no gain is certain.
         """
         # The gain over the last `span` windows must reach `_needed_gain`. There must also be a gain
         # in each of the last two windows, and in at least three quarters of all.
@@ -434,7 +434,7 @@ class Rebalancer:
     def _needed_gain(
         self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float
     ) -> float:
-        """Return the smallest gain for which the shares are changed, as a fraction.
+        """Return how large a gain must be, as a fraction, for the shares to change.
 
         It rises with the noise of the measurements, and falls with the number of windows, `span`.
         `factors` times `seconds` are the ranks' compute times, and `rest_s` is the rest of a step.
@@ -561,7 +561,7 @@ def advise(
     max_rows: Sequence[int] = (),
     passes: bool = True,
 ) -> Advice | None:
-    """Return shares with which training would be faster, or None if there are none.
+    """Return shares that would make training faster, or None if there are none.
 
     The gain is predicted from the ranks' measured compute times. It must be at least 2 %, and the
     shares must fit in memory.

@@ -74,8 +74,8 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
 def check_share_indices(active: Sequence[Share], indices: Sequence[int | None]) -> tuple[int, ...]:
     """Check that each rank has a share of its own, and return the indices of the shares.
 
-    `indices` has the index in `active` of each rank's share. Raises PlanError if a rank has none,
-    or if two ranks have the same one. The message is the same on every rank.
+    `indices` contains, for each rank, the index of its share in `active`. Raises PlanError if a
+    rank has none, or if two ranks have the same one. The message is the same on every rank.
     """
     for rank, place in enumerate(indices):
         if place is None:

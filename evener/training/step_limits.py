@@ -103,8 +103,9 @@ def judge_training(
 ) -> TrainingAnalysis:
     """Find out what slows a training run, and whether other shares would be faster.
 
-    `complete` is True if `ranks` has all ranks; otherwise no shares are recommended. `competitors`
-    names other programs that use the CPU cores. In the result, `step_s` is 0 if no times are known.
+    `complete` says whether `ranks` contains all ranks; if not, no shares are recommended.
+    `competitors` names other programs that use the CPU cores. In the result, `step_s` is 0 if no
+    times are known.
     """
     steps = tuple(
         divide_steps([rank.sums for rank in ranks], [rank.least_waiting_s for rank in ranks])
@@ -374,7 +375,7 @@ def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPa
 
 
 def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
-    """Return shares with which training would be faster, or None if no gain is certain.
+    """Return shares that would make training faster, or None if no gain is certain.
 
     `step_s` is the time of a step in seconds.
     """

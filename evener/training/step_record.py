@@ -136,8 +136,8 @@ class StepRecord:
 def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparison:
     """Compare the speed of training with the last shares to its speed with the first shares.
 
-    `first` and `last` have the times of each rank. The outcome is "not comparable" if the speed of
-    the devices themselves has changed.
+    `first` and `last` contain the times of each rank. The outcome is "not comparable" if the speed
+    of the devices themselves has changed.
     """
     # the gain is computed from the first rank's steps, because all ranks have the same step time
     before, after = first[0], last[0]
