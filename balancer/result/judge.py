@@ -136,7 +136,9 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
         stopped_detail=end.end.detail,
         failed=sum(isinstance(one, Failed) for one in seen),
         sum_loss=_find_sum_loss(report, rivals, limits) if known else None,
-        unequal_devices=measurements.find_unequal_devices(seen, devices),
+        unequal_devices=measurements.find_unequal_devices(
+            _map_rates_alone(report, rivals), devices
+        ),
         limits=limits,
     )
     return msgspec.structs.replace(verdict, recommendation=advise(verdict))
@@ -533,6 +535,23 @@ def _list_compared_alone(
         if best is None or prefer(one) > prefer(best):
             found[one.layout.active] = one
     return list(found.values())
+
+
+def _map_rates_alone(
+    report: SearchReport, rivals: Sequence[ComparedLayout]
+) -> dict[tuple[int, int], Interval]:
+    """Return the samples/s of each device alone, by its position and the batch.
+
+    As everywhere in the result, those of the final comparison are preferred, then the fastest.
+    """
+    raced = {one.layout: one for one in _list_singles(rivals)}
+    alone = [
+        raced.get(result.layout) or compare_alone(report.chosen, result)
+        for result in report.results
+        if result.layout.traits.alone and not (result.layout.length or result.layout.knobs)
+    ]
+    alone.sort(key=lambda one: (one.layout in raced, _rate(one)))
+    return {(one.layout.active[0], one.layout.global_batch): one.throughput for one in alone}
 
 
 def _find_cause_of_lost_time(

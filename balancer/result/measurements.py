@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, permutations
 from typing import Literal, get_args
 
 from evener.devices.types import Device
 
 from ..search.ranking import ROUGH
-from ..types import Doubt, Failed, Layout, MeasurementDoubt, Observation, OutOfMemory, Stage, Timed
+from ..statistics import is_known
+from ..types import (
+    Doubt,
+    Failed,
+    Interval,
+    Layout,
+    MeasurementDoubt,
+    Observation,
+    OutOfMemory,
+    Stage,
+    Timed,
+)
 from ..verdict import (
     CodeLimit,
     LeftOut,
@@ -20,6 +31,7 @@ from ..verdict import (
     UnequalDevices,
     VerdictDoubt,
 )
+from .rivals import printed_gain
 
 ORDER = get_args(Doubt)
 # if other processes disturbed this fraction of a rival's blocks, they also slowed the chosen layout
@@ -204,30 +216,31 @@ UNEQUAL_RATIO = 1.25
 
 
 def find_unequal_devices(
-    observations: Iterable[Observation], devices: Sequence[Device]
+    rates: Mapping[tuple[int, int], Interval], devices: Sequence[Device]
 ) -> UnequalDevices | None:
     """Return two devices of the same product that differ much in speed, or None.
 
-    Both were measured alone, at the same batch, and one was at least 1.25 times as fast as the
-    other. If there are several such pairs, the one with the largest ratio is returned.
+    `rates` are the samples/s of each device alone, by device position and global batch. Two
+    devices are compared at the largest batch at which both were measured. One must be at least 1.25
+    times as fast as the other, and the intervals must not overlap. Pairs with samples/s that are
+    too uncertain to compare are left out. If there are several such pairs, the one with the largest
+    ratio is returned.
     """
-    best: dict[tuple[int, int], float] = {}
-    for observation in observations:
-        layout = observation.probe.layout
-        if isinstance(observation, Timed) and layout.traits.alone and not layout.length:
-            key = (layout.active[0], layout.global_batch)
-            best[key] = max(best.get(key, 0.0), observation.samples_per_second)
+    batches = defaultdict[int, set[int]](set)
+    for position, batch in rates:
+        batches[position].add(batch)
     found: UnequalDevices | None = None
-    for (fast, batch), speed in best.items():
-        for slow, other in enumerate(devices):
-            slower = best.get((slow, batch), 0.0)
-            alike = (devices[fast].name, devices[fast].limit) == (other.name, other.limit)
-            if not slower or not alike or speed < UNEQUAL_RATIO * slower:
-                continue
-            times = speed / slower
-            if found is None or times > found.ratio:
-                names = devices[fast].label, other.label, other.name
-                found = UnequalDevices(*names, times, batch)
+    for i, j in permutations(sorted(batches), 2):
+        first, second, common = devices[i], devices[j], batches[i] & batches[j]
+        if not common or (first.name, first.limit) != (second.name, second.limit):
+            continue
+        batch = max(common)
+        fast, slow = rates[i, batch], rates[j, batch]
+        if not is_known(fast, slow) or fast.low <= slow.high:
+            continue
+        times = 1 + printed_gain(fast.value, slow.value)
+        if times >= max(UNEQUAL_RATIO, found.ratio if found else 0.0):
+            found = UnequalDevices(first.label, second.label, first.name, times, batch)
     return found
 
 

@@ -42,9 +42,9 @@ from evener.balancer.types import (
     Observation,
     OutOfMemory,
     Probe,
+    Result,
     Stage,
     Stop,
-    Timed,
     layout_of,
     solo,
 )
@@ -302,19 +302,32 @@ def test_one_device_of_a_larger_batch_is_no_simpler_way() -> None:
 
 
 def test_devices_of_one_product_that_differ_much_are_suspected() -> None:
-    """They must have the same name, and be compared at the same batch."""
+    """They are compared at the largest batch that both had, by the rates of the table."""
 
-    def alone(position: int, batch: int, seconds: float) -> Timed:
-        return turn(solo(2, position, batch), seconds, (seconds, seconds))
+    def alone(position: int, batch: int, rate: float, error: float = 0.01) -> Result:
+        return result(candidate("solo", solo(2, position, batch)), rate, error)
 
-    def suspicions(*seen: Timed) -> list[str]:
-        words = write_text(result(SPLIT, 1000), seen=seen)
+    def suspicions(*results: Result) -> list[str]:
+        words = write_text(result(SPLIT, 1000), results=results)
         return [line for line in words.doubts if "same kind of device" in line]
 
-    (line,) = suspicions(alone(0, 64, 0.1), alone(1, 64, 0.19))
-    assert "GPU:0 was 1.9 times as fast alone" in line
-    assert not suspicions(alone(0, 64, 0.1), alone(1, 64, 0.11))
-    assert not suspicions(alone(0, 64, 0.1), alone(1, 32, 0.19))
+    fast, slow = alone(0, 64, 640), alone(1, 64, 337)
+    (line,) = suspicions(fast, slow)
+    assert "GPU:0 was 1.9 times as fast alone at 64 samples a step" in line
+    assert "GPU:0 was 1.9 times" in suspicions(fast, slow, alone(0, 8, 30), alone(1, 8, 90))[0]
+    assert not suspicions(fast, alone(1, 64, 580))
+    assert not suspicions(fast, alone(1, 32, 337))
+    assert not suspicions(fast, alone(1, 64, 337, error=0.3))  # too uncertain to compare
+    assert not suspicions(alone(0, 64, 640, error=0.2), alone(1, 64, 460, error=0.2))
+
+
+def test_devices_of_one_product_are_compared_by_the_final_comparison() -> None:
+    """An earlier measurement of a device that raced doesn't count, nor one of the plan itself."""
+    earlier = result(SOLO, 1000), result(OTHER, 500)
+    words = write_text(result(SPLIT, 2000), [standing(OTHER, 990, -0.5)], results=earlier)
+    assert not [line for line in words.doubts if "same kind of device" in line]
+    words = write_text(result(OTHER, 990), results=earlier)
+    assert not [line for line in words.doubts if "same kind of device" in line]
 
 
 def test_a_tie_that_ends_the_search_names_its_layouts() -> None:

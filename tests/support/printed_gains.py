@@ -345,7 +345,8 @@ def _twin_faults(printed: Printed) -> Iterator[str]:
         batch = int(found["batch"])
         if fast is None or slow is None or (fast[1], slow[1]) != (batch, batch):
             continue
-        if fast[0] <= slow[0]:
+        times = fast[0] / slow[0]
+        if fast[0] <= slow[0] or abs(times - float(found["times"])) > 0.05 + 1e-9:
             yield f"{slow} and {fast} in the table: {line}"
 
 
