@@ -102,9 +102,9 @@ def pick_device(devices: Sequence[Device], pick: str) -> Device:
 def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
     """Return the devices that CUDA_VISIBLE_DEVICES, or a variable like it, makes visible.
 
-    `variable` is the variable's value, or None if it isn't set; then all devices are visible. The
-    result is in the variable's order. As in CUDA, the first unknown entry ends the list, and if a
-    device is listed twice, none is visible.
+    `variable` is the variable's value. If it is None, the variable isn't set, and all devices are
+    visible. The result is in the variable's order. As in CUDA, the first unknown entry ends the
+    list, and if a device is listed twice, none is visible.
     """
     # these are CUDA's rules; source: CUDA C++ programming guide, environment variables
     if variable is None:

@@ -43,9 +43,9 @@ MEMORY_STEP = 256 << 20
 def slices(count: int | None = None) -> tuple[Device, ...]:
     """Divide the CPU into `count` slices of equal size, by default two.
 
-    Only CPUs that this process may use are divided; if there is only one, the default is one slice.
+    Only CPUs that this process may use are divided. If there is only one, the default is one slice.
     Each slice gets the same part of 80 % of the free memory, rounded down to a multiple of 256 MiB.
-    Raises `RequestError` if the CPU can't be divided into so many slices.
+    Raises `RequestError` if the CPU can't be divided into `count` slices.
     """
     if count is not None and count < 1:
         raise RequestError(f"The CPU can't be cut into {count} slices.", "Ask for cpu/1 or more.")

@@ -228,7 +228,7 @@ class TrainingRates:
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
     """Return the sum of rates as a reading. Each rate comes with its report's seconds overdue.
 
-    Rates that are more than 5 seconds overdue are ignored, unless all are; their sum is then
+    Rates that are more than 5 seconds overdue are ignored. If all of them are, their sum is
     returned as a stale reading. Without rates, the reading is unsupported.
     """
     if not parts:

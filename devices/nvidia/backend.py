@@ -142,7 +142,7 @@ class NvidiaGpus(Backend):
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
         """Return environment variables that make only these GPUs visible, by their indices.
 
-        MIG instances have no index, so their UUIDs are used.
+        If any of them is a MIG instance, UUIDs are used instead.
         """
         if any(device.id.startswith("MIG-") for device in devices):
             return super().show_by_number(devices)

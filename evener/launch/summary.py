@@ -306,7 +306,10 @@ def _describe_own_work(rank: RankSummary) -> str:
 
 
 def _describe_changes(summary: TrainingSummary) -> str:
-    """Describe the first shares, how often they changed, and the gain; "" if they didn't change."""
+    """Describe the first shares, how often they changed, and the gain.
+
+    Returns "" if the shares didn't change.
+    """
     first = summary.first
     if first is None:
         times = len(summary.changes)

@@ -94,7 +94,7 @@ def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
-    """Return the metrics of one device; `rows` are the rows of all devices in a step."""
+    """Return the metrics of one device. `rows` is the number of rows of all devices in a step."""
     own = {
         "rows": device.batch,
         "share": device.batch / rows if rows else 0.0,

@@ -73,8 +73,8 @@ def split_fixed(
     """Return the fastest division of `batch` rows among at least `min_devices` devices.
 
     `costs[k]` is the time in seconds of a gradient exchange among k devices. Shares are multiples
-    of `quantum` rows. Returns None if the batch doesn't fit on the devices, or has too few rows for
-    so many devices.
+    of `quantum` rows. Returns None if the batch doesn't fit on the devices, or has too few rows to
+    give each of `min_devices` devices a quantum.
     """
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)

@@ -227,9 +227,10 @@ def name_competitors(
 ) -> str:
     """Return text that names the programs that used most CPU time between two readings.
 
-    It also has the number of cores that each used. Processes under `root_pid` and its parent aren't
-    named, except for workers of the process `training_pid`. The container's quota and other virtual
-    machines are named if they took much time. Returns "" if nothing took much.
+    It also has the number of cores that each used. The process `root_pid`, its parent and its
+    descendants aren't named, except for workers of the process `training_pid`. The container's
+    quota and other virtual machines are named if they took much time. Returns "" if nothing took
+    much.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:

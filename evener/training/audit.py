@@ -369,7 +369,7 @@ class Audits:
 
 
 def is_audited(step: int) -> bool:
-    """Return True if a step is always audited, even if nothing has changed; steps count from 1."""
+    """Return True if a step is audited even if nothing has changed. Steps count from 1."""
     return step in FIRST_STEPS or step % EVERY == 0
 
 

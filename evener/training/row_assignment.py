@@ -105,7 +105,7 @@ class AssignmentSearch:
     def _cut_cheapest(self, price: float) -> list[int]:
         """Return the end indices of the passes into which the batch can be cut at the lowest cost.
 
-        `price` is a factor for the fixed time of a pass; a higher one gives fewer passes.
+        `price` is a factor for the fixed time of a pass. A higher price gives fewer passes.
         """
         # Passes are runs of consecutive rows. The cost is the time that the fastest device would
         # take for all runs, with the fixed time of a pass multiplied by `price`. For a given start

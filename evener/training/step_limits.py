@@ -68,9 +68,9 @@ IN_KERAS = {
 
 
 class MeasuredRank(NamedTuple):
-    """The measurements of one rank from which bottlenecks are found.
+    """The measurements of one rank that are needed to find bottlenecks.
 
-    Times are in seconds; 0 is unknown.
+    Times are in seconds, and 0 if unknown.
     """
 
     name: str
