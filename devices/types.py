@@ -31,7 +31,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU, a CPU slice or a simulated device."""
+    """A device to train on: a GPU, a CPU slice or a simulated device."""
 
     # a GPU's UUID, or for example "cpu-0-of-2" or "sim-0-gtx1080ti": unique on a host, and the
     # same after a restart

@@ -54,7 +54,7 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return RendezvousInfo(store, 0, 1, self._store_info)
 
     def is_closed(self) -> bool:
-        """Return whether the rendezvous has been closed."""
+        """Return True if the rendezvous has been closed."""
         return self._closed
 
     def set_closed(self) -> None:
@@ -69,7 +69,7 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Return True: there is nothing to shut down."""
+        """Return True, because there is nothing to shut down."""
         return True
 
 

@@ -54,7 +54,7 @@ class ClockedReports:
         self._ended = 0.0
 
     def close(self) -> None:
-        """End the reports."""
+        """Stop reporting steps."""
         self._reporter.close()
 
     def _describe(self) -> tuple[Details, Sequence[DeviceTimes]]:

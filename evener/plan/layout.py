@@ -33,7 +33,7 @@ Knots = tuple[tuple[float, float], ...]
 
 
 class Traits(msgspec.Struct, frozen=True):
-    """What layouts of one kind have in common."""
+    """The properties that all layouts of one kind share."""
 
     alone: bool = False  # one training on one device
     together: bool = False  # one training on several devices that step together

@@ -189,7 +189,7 @@ class PassCurve(msgspec.Struct, frozen=True):
         return self.curve.error
 
     def passes(self, share: float) -> int:
-        """Return in how many passes a share is computed."""
+        """Return the number of passes in which a share is computed."""
         if share <= self.pass_limit:
             return 1
         many = math.ceil(share / self.rows)

@@ -45,7 +45,7 @@ class Cut:
         return bool(self.micros)
 
     def passes(self, device: int, rows: Any) -> Any:
-        """Return in how many passes a device computes `rows` rows."""
+        """Return the number of passes that a device needs for `rows` rows."""
         return -(-rows // self.micros[device])
 
     def bounds(self, rows: Any) -> list[Any]:

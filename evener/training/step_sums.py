@@ -68,7 +68,7 @@ class StepSums(msgspec.Struct, frozen=True):
 
 
 class RankStep(NamedTuple):
-    """How a rank spends its mean step, in seconds."""
+    """The parts of a rank's mean step, in seconds."""
 
     input_s: float
     own_work_s: float  # includes `undivided_s`
