@@ -34,7 +34,7 @@ _PACKAGES = {
     "torch": {"accelerate", "lightning", "pytorch_lightning", "torch", "transformers", "trl"},
 }
 # libraries that start neither CUDA nor threads on import; bitsandbytes doesn't because the fork
-# server calls `prevent_cuda_initialization`
+# server calls `prevent_driver_initialization`
 LIBRARIES = frozenset(
     (
         "accelerate",

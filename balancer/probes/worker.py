@@ -39,8 +39,8 @@ from evener.system.taken_cores import (
 from evener.workloads import user_code
 from evener.workloads.protocol import Workload
 from evener.workloads.torch_backend.driver_free_imports import (
-    initialize_cuda,
-    prevent_cuda_initialization,
+    initialize_driver,
+    prevent_driver_initialization,
 )
 
 from . import protocol
@@ -62,9 +62,9 @@ def main() -> None:
     adopt_orphans()
     faulthandler.register(protocol.STACK_SIGNAL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [protocol.STACK_SIGNAL])
-    prevent_cuda_initialization()
+    prevent_driver_initialization()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        import_first(sys.argv[2:], initialize_cuda)
+        import_first(sys.argv[2:], initialize_driver)
         ForkServer(channel, run_child).serve()
 
 

@@ -85,7 +85,7 @@ def test_a_trial_starts_cuda_without_memory_of_a_gpu(monkeypatch: pytest.MonkeyP
             raise AssertionError(f"torch.{name} is used")
 
     monkeypatch.setitem(sys.modules, "torch", NoTensors(cuda=cuda))
-    driver_free_imports.initialize_cuda()
+    driver_free_imports.initialize_driver()
     assert started == ["cuda"]
 
 

@@ -20,7 +20,7 @@ COUNTS_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # PyTorch's own variable
 ASKS_CAPABILITY = "bitsandbytes"
 
 
-def prevent_cuda_initialization() -> None:
+def prevent_driver_initialization() -> None:
     """Keep imports of PyTorch and bitsandbytes from initializing CUDA in this process.
 
     Call it before they are imported. The process can then be forked. It sets the environment
@@ -30,7 +30,7 @@ def prevent_cuda_initialization() -> None:
     wrapt.register_post_import_hook(_answer_by_nvml, "torch.cuda")
 
 
-def initialize_cuda() -> None:
+def initialize_driver() -> None:
     """Initialize CUDA if PyTorch is loaded and sees a GPU.
 
     Raises `RuntimeError` if CUDA can't be initialized.

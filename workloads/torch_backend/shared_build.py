@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .. import user_code
 from ..protocol import WorkerSetup
-from .driver_free_imports import initialize_cuda
+from .driver_free_imports import initialize_driver
 from .user_model import make_recipe
 from .workload import Recipe, TorchWorkload
 
@@ -58,7 +58,7 @@ class BuiltRecipe:
         With `on_gpu`, CUDA is initialized too.
         """
         if on_gpu:
-            initialize_cuda()
+            initialize_driver()
         torch.set_num_threads(self._threads)
         for make in (torch.ones, getattr(sys.modules.get("numpy"), "ones", torch.ones)):
             square = make((WIDTH, WIDTH))
