@@ -275,7 +275,9 @@ class ChildProber:
         """
         # such steps are timed in a layout's first probes, if it may become the plan and its batches
         # come from host memory; once if it doesn't wait for input
-        explores = probe.stage == Stage.SOLO and len(self._devices) > 1
+        explores = probe.stage == Stage.PART or (
+            probe.stage == Stage.SOLO and len(self._devices) > 1
+        )
         if explores or self._resolved.request.input != "host":
             return False
         with self._lock:

@@ -51,7 +51,7 @@ from .observations import Observations
 from .ranking import LEAST_GAIN
 from .rows import RowPolicy
 from .split_stage import SplitStage
-from .time_left import TimeLeft
+from .time_left import SHORTEST_PROBE_SECONDS, TimeLeft
 
 # fraction of a device's memory left as headroom: allocators round up, fragments stay free, and
 # sums need buffers; it doubles for each sharded step that ran out of memory there, and is halved
@@ -63,6 +63,8 @@ LEAST_PART = 1e-3  # of the state: a device whose rows leave less memory than th
 # minimum slope of the step time over rows, relative to a time in proportion to rows: step times on
 # one plateau say little about larger batches
 LEAST_GROWTH = 0.05
+# fraction of the time left for the first probe of each device alone
+FIRST_SHARE = 0.01
 # the first whole step is measured now if the time left is less than this many starts of its group
 URGENT = 2.0
 # fraction of a measured training's samples/s; a training that is predicted to reach less than that
@@ -153,7 +155,23 @@ class Sharding:
             if held:
                 return (held,)
             probes = tuple(probe for probe in probes if not self._is_far_slower(probe.layout))
-        return () if whole and not self.parts else tuple(map(self._with_shards, probes))
+        if whole and not self.parts:
+            return ()
+        return tuple(self._with_shards(self._shorten_first(probe, budget)) for probe in probes)
+
+    def _shorten_first(self, probe: Probe, budget: Budget) -> Probe:
+        """Return a device's first probe alone with at most 1 % of the time left, or 0.2 s.
+
+        Other probes are returned unchanged.
+        """
+        # a single step shows the memory of its rows, and about how long they take; the groups that
+        # follow need the time for their starts
+        position = probe.layout.active[0]
+        if probe.layout.traits.together or self._measured_alone(position):
+            return probe
+        seconds = FIRST_SHARE * max(0.0, budget.seconds - budget.spent)
+        seconds = max(SHORTEST_PROBE_SECONDS, min(probe.seconds, seconds))
+        return msgspec.structs.replace(probe, seconds=round(seconds, 3))
 
     def _urgent_whole_step(self, budget: Budget) -> Probe | None:
         """Return the first step over all devices if it should run before more solo probes.

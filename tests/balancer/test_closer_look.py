@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.children import ChildGroup
 from evener.balancer.probes.failures import GroupError, RankFailure
 from evener.balancer.probes.launch_plan import RankMap
@@ -25,7 +26,9 @@ from evener.balancer.probes.protocol import (
     TimedOnDevice,
     TimeOnDevice,
 )
+from evener.balancer.request import Job, Request
 from evener.balancer.types import Probe, Stage, Timed, solo
+from evener.devices.cpu import slices
 
 STEP = 0.02  # seconds of a step, of which `input` are spent waiting for rows
 
@@ -124,3 +127,18 @@ def test_a_layout_is_looked_at_once() -> None:
     group = Gpu(0.012)
     assert measure(group, closer=False).kept is None
     assert KeepBatch not in group.asked
+
+
+@pytest.mark.parametrize(
+    ("stage", "wanted"),
+    [(Stage.PART, False), (Stage.SOLO, False), (Stage.SHARD, True), (Stage.CHECK, True)],
+)
+def test_only_layouts_that_may_become_the_plan_get_a_closer_look(
+    stage: Stage, wanted: bool
+) -> None:
+    """One device with a part of a model that is trained in shards can't become the plan."""
+    prober = ChildProber(Job(Request(), slices(2), "synthetic", "none"))
+    try:
+        assert prober._wants_closer_look(Probe(solo(2, 0, 8), stage, 1.0)) is wanted
+    finally:
+        prober.close()

@@ -563,6 +563,18 @@ def test_a_whole_step_is_measured_while_there_is_time_to_start_it() -> None:
     assert {probe.stage for probe in probe_next(2, 120.0)} == {Stage.PART}, "there is more time"
 
 
+@pytest.mark.parametrize(("budget", "seconds"), [(60.0, 0.6), (10.0, 0.2), (None, 3.0)])
+def test_the_first_probe_of_a_single_card_takes_a_hundredth_of_the_time_left(
+    budget: float | None, seconds: float
+) -> None:
+    """One step shows its memory; groups, which may run out of memory, need time to start."""
+    problem = msgspec.structs.replace(LLAMA, budget_seconds=budget)
+    first = Sharding(problem, ()).next_probes()
+    assert [(probe.stage, probe.seconds) for probe in first] == [(Stage.PART, seconds)] * 2
+    later = Sharding(problem, MEASURED[:2]).next_probes()
+    assert budget == 10.0 or {probe.seconds for probe in later} == {3.0}
+
+
 def test_a_device_that_ran_out_of_memory_gets_a_smaller_part_and_the_other_a_larger_one() -> None:
     first = Sharding(LLAMA, MEASURED).parts
     assert first is not None
