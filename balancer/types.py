@@ -373,6 +373,9 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
     fits_no_rows: bool = False
 
 
+HOST_MEMORY = "the host's memory is short"  # in the detail of a failed probe
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
     """Outcome of a probe that failed, but not because it ran out of memory."""
 

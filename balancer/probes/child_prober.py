@@ -32,6 +32,7 @@ from evener.errors import DeviceError
 from ..events import Report
 from ..request import Job, assigns_by_cost
 from ..types import (
+    HOST_MEMORY,
     Facts,
     Failed,
     KnownLink,
@@ -494,6 +495,14 @@ class ChildProber:
     ) -> OutOfMemory | Failed:
         key = probe.layout.group_key
         devices = self._find_devices(key, failure)
+        on_cpus = any(self._devices[i].on_cpu for i in key.active)
+        # the memory of CPU slices is the host's; in steps, fewer rows may need less of it
+        if failure.killed and phase in ("starting", "building") and not on_cpus:
+            failure = msgspec.structs.replace(
+                failure,
+                out_of_memory=False,
+                detail=f"{HOST_MEMORY}, so Linux killed its process",
+            )
         if failure.out_of_memory:
             short_bytes: tuple[int, ...] = ()
             with suppress(HostLostError):

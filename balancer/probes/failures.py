@@ -10,7 +10,8 @@ import msgspec
 
 from evener.devices.registry import all_backends
 
-from ..types import Cause
+from ..number_format import size
+from ..types import HOST_MEMORY, Cause
 from .protocol import (
     ChildError,
     Exited,
@@ -41,7 +42,8 @@ _OWN_WORDS = (
     "RequestError",
     "EvenerError",
 )  # exceptions whose text says which kind of error they are
-_TYPES = ("ResourceExhaustedError", "OutOfMemoryError", "MemoryError")
+_DEVICE_TYPES = ("ResourceExhaustedError", "OutOfMemoryError")
+_TYPES = (*_DEVICE_TYPES, "MemoryError")
 _NOT_MEMORY = ("larger than max",)  # gRPC also reports ResourceExhausted if a message is too long
 _TEXT = (
     "out of memory",
@@ -55,6 +57,8 @@ _TEXT = (
     "no algorithm worked",
     "could not create a primitive",
 )
+# these are of the host's memory, unless a text names a device
+_HOST_TEXT = ("defaultcpuallocator", "std::bad_alloc", "[errno 12] cannot allocate memory")
 _HARDWARE = ("gpu", "driver", "device-side")
 # fraction of the cap above which memory ran out: a peak excludes the allocation that fails
 _AT_CAP = 0.7
@@ -93,6 +97,7 @@ class RankFailure(msgspec.Struct, frozen=True):
     user_code: bool = False  # the workload's own code or settings are wrong, whatever the device
     recovered: bool = False  # memory ran out in a step, and its child can continue
     fits_no_rows: bool = False  # memory ran out for the model or its optimizer's state
+    killed: bool = False  # by Linux, because the host's memory was short
 
     @property
     def lost_a_peer(self) -> bool:
@@ -130,19 +135,24 @@ def exit_failure(rank: int, end: Exited) -> RankFailure:
     """Return the failure of a rank whose process exited."""
     memory = exit_is_memory(end.code, end.cap_share, end.kernel_killed, end.output)
     cause, words = describe_exit(end.code)
-    return RankFailure(rank, cause, words, memory, output=end.output)
+    killed = memory and end.code == -signal.SIGKILL
+    return RankFailure(rank, cause, words, memory, output=end.output, killed=killed)
 
 
 def error_failure(rank: int, error: ChildError) -> RankFailure:
     """Return the failure of a rank whose process reported an exception."""
-    memory = error_is_memory(error.types, error.text)
+    host_is_full = error.host_free_bytes is not None
+    memory = not host_is_full and error_is_memory(error.types, error.text)
     words = one_line(error.text)
     if error.types and error.types[0] not in _OWN_WORDS and not words.startswith(error.types[0]):
         words = f"{error.types[0]}: {words}"
+    if host_is_full:
+        free = f" ({size(error.host_free_bytes)} were free)" if error.host_free_bytes else ""
+        words = f"{HOST_MEMORY}{free}: {words}"
     if error.where and error.where not in words:
         words = f"{error.where}: {words}"
     gpu = find_gpu_number(error.text) if memory else None
-    own = bool(error.where) or any(kind in _USER_ERRORS for kind in error.types)
+    own = host_is_full or bool(error.where) or any(kind in _USER_ERRORS for kind in error.types)
     user_code = own and not memory and not names_hardware(error.text)
     return RankFailure(
         rank,
@@ -166,6 +176,17 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
     if any(sign in lowered for sign in _NOT_MEMORY):
         return False
     return any(kind in _TYPES for kind in types) or any(sign in lowered for sign in _memory_words())
+
+
+def is_host_memory(types: Sequence[str], text: str) -> bool:
+    """Return whether an exception means that memory of the host ran out, and not of a GPU.
+
+    `types` are the names of its class and base classes. On CPU devices, both are the same memory.
+    """
+    lowered = text.lower()
+    if names_hardware(text) or any(kind in _DEVICE_TYPES for kind in types):
+        return False
+    return "MemoryError" in types or any(sign in lowered for sign in _HOST_TEXT)
 
 
 def names_hardware(text: str) -> bool:

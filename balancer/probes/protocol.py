@@ -184,6 +184,9 @@ class ChildError(msgspec.Struct, frozen=True, tag=True):
     recovered: bool = False
     # memory ran out for the model or its optimizer's state, so fewer rows wouldn't help
     fits_no_rows: bool = False
+    # memory of the host that was free when it ran out for the model of a GPU; 0: unknown; None: it
+    # didn't run out
+    host_free_bytes: int | None = None
 
 
 Reply = (

@@ -29,7 +29,7 @@ import msgspec
 
 from evener.live.reporter import Reporter
 from evener.shares.curves import Work
-from evener.system.cores import cap_address_space
+from evener.system.cores import cap_address_space, free_memory_bytes
 from evener.system.taken_cores import (
     CoreWatch,
     Starvation,
@@ -44,7 +44,7 @@ from evener.workloads.torch_backend.driver_free_imports import (
 )
 
 from . import protocol
-from .failures import error_is_memory
+from .failures import error_is_memory, is_host_memory
 from .fork_server import NO_CHANNEL, ForkServer, adopt_orphans, die_with_parent, import_first
 from .shared_build import BuildChannel, SharedRecipe
 
@@ -172,11 +172,14 @@ class Worker:
         """Try to free memory after a step ran out of memory, so that the process can continue.
 
         Returns `reply`, updated by whether this succeeded. If the error isn't about memory, `reply`
-        is returned unchanged.
+        is returned unchanged. Before the workload is built, `reply` only says whose
+        memory ran out.
         """
         if not error_is_memory(reply.types, reply.text):
             return reply
         if self._workload is None:
+            if not self._is_on_cpu() and is_host_memory(reply.types, reply.text):
+                return msgspec.structs.replace(reply, host_free_bytes=free_memory_bytes())
             return msgspec.structs.replace(reply, fits_no_rows=True)
         updates = self._workload.is_updating
         gc.unfreeze()
@@ -191,6 +194,12 @@ class Worker:
         except Exception:
             recovered = False
         return msgspec.structs.replace(reply, recovered=recovered, fits_no_rows=updates)
+
+    def _is_on_cpu(self) -> bool:
+        """Whether the process's devices are CPU slices, whose memory is the host's."""
+        return self._build is None or all(
+            name.lower().startswith("cpu") for name in self._build.setup.devices
+        )
 
     def _build_workload(self, command: protocol.Build) -> protocol.Built:
         from evener.workloads import registry

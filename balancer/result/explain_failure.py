@@ -19,6 +19,7 @@ from ..request import allows_passes
 from ..search.observations import SHARDED
 from ..search.sharding import Sharding
 from ..types import (
+    HOST_MEMORY,
     MEASURED_PART,
     Belief,
     Failed,
@@ -35,6 +36,7 @@ from .state_memory import find_state_memory, write_adapters
 
 IMPORTING = "importing"  # the phase of imports, whose duration isn't the user's fault
 CODE_REMEDY = "Fix that in your code: the error is the same on every device."
+HOST_REMEDY = "Free memory of the host, or let build() need less of it."
 REMEDY = "Fix what failed, free memory, or choose another workload or other devices."
 
 
@@ -77,6 +79,8 @@ def _explain_failures(
             f"Raise it, as in --budget {2 * budget:g}s: the state fits into shards.",
         )
     why = "; ".join((*failures, *_explain_shards(record)))
+    if HOST_MEMORY in why:
+        return NoLayoutError(f"No layout could be measured: {why}.", HOST_REMEDY)
     if _fails_everywhere(seen):
         why += _locate_workload(header.workload, why)
         return NoLayoutError(f"No layout could be measured: {why}.", CODE_REMEDY)

@@ -265,6 +265,25 @@ def test_a_search_that_is_stopped_at_once_names_no_start_that_had_only_begun(
     assert fault.value.message == "The search was stopped before anything was measured."
 
 
+def test_a_lack_of_the_host_s_memory_is_not_called_an_error_of_the_code() -> None:
+    """Every device's build() failed, as it would on any device."""
+    header = Header(
+        "run", "2026-01-01T00:00:00Z", Request(), DEVICES, "/home/me/train.py:build", "torch", "0"
+    )
+    full = "train.py:3: the host's memory is short (1.2 GiB were free): MemoryError"
+    seen = [
+        Failed(
+            Probe(solo(2, i, 8), Stage.SOLO, 1.0), "raised", f"GPU:{i}, building: {full}", (i,), 1.0
+        )
+        for i in range(2)
+    ]
+    fault = explain_no_plan(record(header, *seen), Belief((), "Done."), late(()))
+    assert fault.message == (
+        f"No layout could be measured: GPU:0 and GPU:1 failed while building: {full}."
+    )
+    assert fault.remedy == "Free memory of the host, or let build() need less of it."
+
+
 def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:
     """It was stopped within an import statement, the file's own lines, or the function."""
     header = Header(

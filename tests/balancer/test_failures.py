@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -9,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.probes import failures
+from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.probes.protocol import Build, ChildError, Exited
 from evener.balancer.probes.worker import Worker
+from evener.balancer.request import Job, Request
+from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Stage, solo
+from evener.devices.types import Device
+from evener.workloads.protocol import WorkerSetup
 
 MEMORY = [
     (("ResourceExhaustedError", "OpError"), "Graph execution error"),
@@ -140,3 +147,77 @@ def test_a_layer_s_error_is_reported_without_colors_and_without_its_arguments() 
 def test_a_long_line_is_cut_between_words() -> None:
     """A truncated word could be read as another one."""
     assert failures.one_line("shape (12, 345) is wrong", 16) == "shape (12, …"
+
+
+HOST = [
+    (("MemoryError",), "Unable to allocate 96.0 GiB for an array with shape (9, 9)"),
+    (("_ArrayMemoryError", "MemoryError"), "Unable to allocate 96.0 GiB"),
+    (
+        ("RuntimeError",),
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+    ),
+    (("OSError",), "[Errno 12] Cannot allocate memory"),
+]
+CARD = [
+    (("OutOfMemoryError", "RuntimeError"), "CUDA out of memory. Tried to allocate 2.00 GiB"),
+    (("OutOfMemoryError", "MemoryError"), "Out of memory allocating 9 bytes"),
+    (("ResourceExhaustedError", "OpError"), "OOM when allocating tensor"),
+    (("RuntimeError",), "CUDA error: out of memory"),
+    (("MemoryError",), "std::bad_alloc: cudaErrorMemoryAllocation: out of memory"),
+]
+
+
+def fail_to_build(device: str, types: tuple[str, ...], text: str) -> failures.RankFailure:
+    """Return the failure of a process on a device whose build() raised such an error."""
+    worker = Worker()
+    worker._build = Build("train.py:build", "torch", {}, WorkerSetup((device,)))
+    reply = worker.recover(MemoryError(text), ChildError(types, text, "train.py:3"))
+    return failures.error_failure(0, reply)
+
+
+@pytest.mark.parametrize(("types", "text"), HOST)
+def test_a_lack_of_the_host_s_memory_in_a_build_is_not_that_of_a_gpu(
+    types: tuple[str, ...], text: str
+) -> None:
+    """It is an error of the build, which ends the search. Fewer rows wouldn't help."""
+    failed = fail_to_build("cuda:0", types, text)
+    assert (failed.out_of_memory, failed.user_code, failed.cause) == (False, True, "raised")
+    assert re.fullmatch(
+        rf"train\.py:3: the host's memory is short \([\d.]+ [KMG]iB were free\): {types[0]}: .*",
+        failed.detail,
+    ), failed.detail
+
+
+@pytest.mark.parametrize(("types", "text"), CARD)
+def test_a_lack_of_a_gpu_s_memory_in_a_build_stays_that(types: tuple[str, ...], text: str) -> None:
+    failed = fail_to_build("cuda:0", types, text)
+    assert failed.out_of_memory
+    assert failed.fits_no_rows
+
+
+@pytest.mark.parametrize(("types", "text"), HOST)
+@pytest.mark.parametrize("device", ["cpu", "CPU:0"])
+def test_the_host_s_memory_is_that_of_cpu_devices(
+    device: str, types: tuple[str, ...], text: str
+) -> None:
+    failed = fail_to_build(device, types, text)
+    assert failed.out_of_memory
+    assert failed.fits_no_rows
+
+
+@pytest.mark.parametrize(("kind", "outcome"), [("gpu", Failed), ("cpu", OutOfMemory)])
+def test_a_build_that_linux_kills_for_memory_is_not_out_of_a_gpu_s_memory(
+    kind: str, outcome: type[Observation]
+) -> None:
+    killed = failures.exit_failure(0, Exited(-signal.SIGKILL, kernel_killed=True))
+    device = Device(f"{kind}-0", 0, "A", kind, 1 << 33)
+    prober = ChildProber(Job(Request(), (device,), "train.py:build", "torch"))
+    try:
+        seen = prober._failed(Probe(solo(1, 0, 8), Stage.SOLO, 1.0), killed, "building", 2.0)
+    finally:
+        prober.close()
+    assert type(seen) is outcome
+    if isinstance(seen, Failed):
+        assert seen.detail == (
+            "GPU:0, building: the host's memory is short, so Linux killed its process"
+        )
