@@ -35,8 +35,8 @@ try:
         LIGHTNING,
         PassMetrics,
         check_module_part,
+        extract_loss,
         has_argument,
-        loss_of,
     )
     from .lightning_report import Report as Report
 
@@ -239,7 +239,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         super().teardown()
 
     def _check(self, trainer: Any) -> None:
-        if private.shares_out_rows(trainer):
+        if private.divides_rows(trainer):
             raise RequestError(
                 "Lightning would share the rows of split.loader out again, equally.",
                 "Write L.Trainer(..., use_distributed_sampler=False).",
@@ -411,7 +411,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
         Code that decides by the loss then decides the same on all ranks.
         """
-        loss = loss_of(result)
+        loss = extract_loss(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
@@ -432,7 +432,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 self._put_back()
             elif not self.lightning_module.automatic_optimization:
                 return result
-            loss = loss_of(self._compute_next_pass())
+            loss = extract_loss(self._compute_next_pass())
             if self._part is not None:
                 if loss is None:
                     raise RequestError(

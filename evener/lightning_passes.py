@@ -68,7 +68,7 @@ def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None)
     if others is None:
         return _run_training_step(strategy, batch)
     with strategy.precision_plugin.train_step_context():
-        return loss_of(module.training_step(batch, *others))
+        return extract_loss(module.training_step(batch, *others))
 
 
 def _run_training_step(strategy: Any, batch: Any) -> Any:
@@ -78,10 +78,10 @@ def _run_training_step(strategy: Any, batch: Any) -> Any:
     # as Lightning does, because the argument for the batch index may have any name
     numbers = [0] if has_argument(step, "batch_idx", min_args=2) else []
     with strategy.precision_plugin.train_step_context():
-        return loss_of(step(batch, *numbers))
+        return extract_loss(step(batch, *numbers))
 
 
-def loss_of(result: Any) -> Any:
+def extract_loss(result: Any) -> Any:
     """Return the loss from the result of training_step, which is a tensor, a mapping or None."""
     return result["loss"] if isinstance(result, Mapping) else result
 

@@ -29,7 +29,7 @@ def searches_rate(callback: Any) -> bool:
     return any(kind.__name__ == "_LRCallback" for kind in type(callback).__mro__)
 
 
-def shares_out_rows(trainer: Any) -> bool:
+def divides_rows(trainer: Any) -> bool:
     """Return whether the Trainer divides rows among ranks (option `use_distributed_sampler`)."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 

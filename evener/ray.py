@@ -55,7 +55,7 @@ def trainer(
     nodes = find_plan_nodes(chosen, ray_address)
     active = chosen.layout.active
     uses_gpus = not all(map(is_cpu, active))
-    held = _hold_other_gpus(chosen, nodes)
+    held = _reserve_other_gpus(chosen, nodes)
     base = torch_config or TorchConfig()
     given = {each.name: getattr(base, each.name) for each in fields(TorchConfig)}
     if uses_gpus and not base.backend:
@@ -75,7 +75,7 @@ def trainer(
     return made
 
 
-def _hold_other_gpus(plan: Plan, nodes: dict[str, Node]) -> list[Any]:
+def _reserve_other_gpus(plan: Plan, nodes: dict[str, Node]) -> list[Any]:
     """Reserve the GPUs that the plan doesn't use, so that Ray assigns none of them to a worker.
 
     The returned handles keep the reservations.

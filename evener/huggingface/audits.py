@@ -122,7 +122,9 @@ class TrainerComputations:
             changes["passes"] = AuditChange(by_shares(few_rows.parts))
         if few_rows.cut is not None and few_rows.cut is not few_rows.parts:
             changes["collation"] = AuditChange(by_shares(few_rows.cut, max_rows=max_rows))
-        reference = self._by_launcher(few_rows) if follows_launcher else self.at_once(few_rows)
+        reference = (
+            self._average_equal_parts(few_rows) if follows_launcher else self.at_once(few_rows)
+        )
         return Computations(
             reference, trained, changes, few_rows.sizes, few_rows.digest, few_rows.pads
         )
@@ -170,7 +172,7 @@ class TrainerComputations:
             if weight
         ]
 
-    def _by_launcher(self, few_rows: FewRows) -> Computation:
+    def _average_equal_parts(self, few_rows: FewRows) -> Computation:
         """Return the computation of equal parts whose losses are averaged, as under torchrun."""
         items = self.count_items(few_rows.even)
         if not self._trainer.args.average_tokens_across_devices:

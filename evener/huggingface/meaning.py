@@ -289,7 +289,7 @@ class LossFinder:
     def _have_near_losses(self, reference: Sketch, other: Sketch) -> bool:
         """Return whether the losses of two computations are equal up to rounding."""
         relative = _relate_losses(reference, other)
-        self._difference = _difference_of_losses(reference, other, NEAR_LOSS)
+        self._difference = _describe_loss_difference(reference, other, NEAR_LOSS)
         if self._agree_on(relative > GROSS):
             return False
         if self._agree_on(relative <= NEAR_LOSS):
@@ -298,7 +298,7 @@ class LossFinder:
         self._measure_rounding()
         noise = max(_relate_losses(reference, repeat) for repeat in self._repeats)
         allowed = max(NEAR_LOSS, SAFETY * noise)
-        self._difference = _difference_of_losses(reference, other, allowed)
+        self._difference = _describe_loss_difference(reference, other, allowed)
         return self._agree_on(relative <= allowed)
 
     def _measure_rounding(self) -> None:
@@ -352,7 +352,7 @@ def _relate_losses(one: Sketch, other: Sketch) -> float:
     return abs(one.loss - other.loss) / size if size else 0.0
 
 
-def _difference_of_losses(one: Sketch, other: Sketch, allowed: float) -> GradientDifference:
+def _describe_loss_difference(one: Sketch, other: Sketch, allowed: float) -> GradientDifference:
     """Return a GradientDifference that describes how two losses differ.
 
     `allowed` is the relative difference that rounding may cause.

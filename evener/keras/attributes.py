@@ -107,14 +107,14 @@ class CallTensors:
 
 
 @functools.cache
-def keras_attributes() -> frozenset[str]:
+def list_keras_attributes() -> frozenset[str]:
     """Return the names of the attributes that Keras sets on every model."""
     # an explicit name, so that Keras' counters for automatic names don't change
     return frozenset(vars(keras.Model(name="without_layers")))
 
 
 def _users_attributes(layer: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in layer.items() if name not in keras_attributes()}
+    return {name: value for name, value in layer.items() if name not in list_keras_attributes()}
 
 
 def _find_tensors(
@@ -201,12 +201,12 @@ def join_tensors(
                 weights = [weigh_part(kinds.get(name, ROWS), part) for part in parts]
                 joined[name] = _add_up(leaves, weights)
         else:
-            counted = [_counted_rows(leaf, size) for leaf, size in zip(leaves, sizes, strict=True)]
+            counted = [_drop_filler(leaf, size) for leaf, size in zip(leaves, sizes, strict=True)]
             joined[name] = tf.concat([pad(each) for each in counted], 0)
     return joined
 
 
-def _counted_rows(leaf: Any, size: Any) -> Any:
+def _drop_filler(leaf: Any, size: Any) -> Any:
     """Return the tensor's rows; for a device that has only computed a filler row, return no rows.
 
     `size` is the device's row count without the filler row.

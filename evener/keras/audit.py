@@ -459,7 +459,7 @@ class StepAudit:
                         "a row's output of the model depends on the other rows of its batch, or on"
                         " its place among them."
                     )
-                    return Finding(_unknown_difference(), f"{self._moment}, {message}", ALONE)
+                    return Finding(_make_empty_difference(), f"{self._moment}, {message}", ALONE)
         return None
 
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
@@ -504,7 +504,7 @@ class StepAudit:
         `error` is the reason.
         """
         message = f"{self._moment}, {rows_name} can't be computed alone: {first_line(error)}"
-        return Finding(_unknown_difference(), f"{message.rstrip('.')}.", ALONE)
+        return Finding(_make_empty_difference(), f"{message.rstrip('.')}.", ALONE)
 
     def _try_step(self, step: TracedStep, rows: Tensors) -> StepResult | Exception:
         """Run a traced step on some rows, and return its result or the exception that it raised."""
@@ -761,7 +761,7 @@ class StepAudit:
                     f" all rows at once, and {other.get(name, 'unchanged')} after parts of"
                     f" {self._name_parts(rows)} of them, as shares compute it."
                 )
-                return Finding(_unknown_difference(), message, LEFT_OUT)
+                return Finding(_make_empty_difference(), message, LEFT_OUT)
         return None
 
     @staticmethod
@@ -919,7 +919,7 @@ class StepAudit:
         first = int(tf.argmax(found))
         text = b""
         if finding is not None:
-            finite = _with_finite(finding.difference)
+            finite = _replace_non_finite(finding.difference)
             text = msgspec.json.encode(Finding(finite, finding.message, finding.remedy))
         return msgspec.json.decode(self._group.share_text(text, first), type=Finding)
 
@@ -1051,12 +1051,12 @@ def _summarize(value: Any) -> Any:
     return tf.stack([tf.reduce_sum(sizes), weighed])
 
 
-def _unknown_difference() -> GradientDifference:
+def _make_empty_difference() -> GradientDifference:
     """Return a GradientDifference for a finding that isn't about a single gradient."""
     return GradientDifference("", math.inf, 0.0, math.nan, math.nan, (math.nan, math.nan))
 
 
-def _with_finite(difference: GradientDifference) -> GradientDifference:
+def _replace_non_finite(difference: GradientDifference) -> GradientDifference:
     """Return a GradientDifference without inf and NaN, which JSON can't hold.
 
     Finite values replace them.

@@ -20,7 +20,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from ..training.audit import PROJECTIONS, Sketch
-from .attributes import CallTensors, Leaves, keras_attributes
+from .attributes import CallTensors, Leaves, list_keras_attributes
 from .compatibility import all_layers
 from .decisions import Margins, Shifts, list_decisions, read_margin
 from .equal_draws import draws_alike
@@ -155,7 +155,7 @@ class TracedStep:
         for place, margin in zip(self._places, margins, strict=True):
             by_place.setdefault(place, []).append(margin.numpy())
         summed = [output.numpy() for output in outputs]
-        return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
+        return StepResult(sketch, numbers, states, by_place, summed, _restore_masks(call))
 
     def store_attributes(self, call: StepCall) -> None:
         """Store a call's tensors in the model's attributes, where a loss may read them."""
@@ -346,7 +346,7 @@ def replace_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
     return values, names
 
 
-def _with_masks(call: Any) -> StepCall | None:
+def _restore_masks(call: Any) -> StepCall | None:
     """Return a StepCall with Keras' masks attached to its outputs again; None stays None.
 
     `call` has outputs, their masks, losses and attributes.
@@ -573,7 +573,7 @@ def _restore_plain(owner: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
     changed = {}
     for name, value in plain.items():
         now = holder.get(name)
-        if name in keras_attributes() or not isinstance(now, PLAIN) or now == value:
+        if name in list_keras_attributes() or not isinstance(now, PLAIN) or now == value:
             continue
         changed[f"{getattr(owner, 'name', 'the loss')}.{name}"] = now
         holder[name] = value

@@ -237,7 +237,7 @@ class ArrayBatches:
     def __init__(
         self, data: Any, batch: int, shuffle: bool = False, seed: int = 0, rows: int | None = None
     ) -> None:
-        self._length = array_rows(data)
+        self._length = count_array_rows(data)
         self._tensors = keras.tree.map_structure(_to_tensor, keras.tree.lists_to_tuples(data))
         self.rows = rows or self._length
         self.batch = batch
@@ -296,7 +296,7 @@ class ArrayBatches:
         numbers = tf.data.Dataset.range(ENDLESS_STEPS if endless else self.steps)
         follow = identity(lambda number: make(number // self.steps, number % self.steps))
         dataset = numbers.map(follow, **calls).prefetch(PREFETCHED_BATCHES)
-        return dataset.with_options(_own_threads(threads)) if endless else dataset
+        return dataset.with_options(_make_thread_options(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
         """Return a dataset with a pair (epoch number, step) for each step of an epoch.
@@ -342,7 +342,7 @@ def pack_arrays(
     return tuple(each for each in (x, y, weight) if each is not None)
 
 
-def array_rows(data: Any) -> int:
+def count_array_rows(data: Any) -> int:
     """Return the number of rows of the arrays, which has to be the same for all.
 
     Raises RequestError if the arrays differ in their row count, or have no rows.
@@ -520,7 +520,7 @@ def split_for_validation(fit_arguments: dict[str, Any]) -> None:
     if fit_arguments["validation_data"] is not None:
         return
     names = ("x", "y", "sample_weight")
-    rows = array_rows([fit_arguments[name] for name in names])
+    rows = count_array_rows([fit_arguments[name] for name in names])
     first = math.floor(rows * (1.0 - part))
     if first in (0, rows):
         raise RequestError(
@@ -547,7 +547,7 @@ def _to_tensor(array: Any) -> Any:
         return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
 
 
-def _own_threads(count: int) -> Any:
+def _make_thread_options(count: int) -> Any:
     """Return dataset options by which a dataset uses its own pool of `count` threads."""
     # in TensorFlow's shared pool, a waiting collective or the training could delay a batch
     options = tf.data.Options()

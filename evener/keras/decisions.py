@@ -111,13 +111,13 @@ def find_distances(whole: Margins, parts: Mapping[str, Sequence[Any]]) -> dict[s
     """
     found = {}
     for line, margins in whole.items():
-        far = [_farthest(margin, parts.get(line, ())) for margin in margins]
+        far = [_find_largest_distance(margin, parts.get(line, ())) for margin in margins]
         if any(np.any(each) for each in far):
             found[line] = far
     return found
 
 
-def _farthest(margin: Any, others: Sequence[Any]) -> Any:
+def _find_largest_distance(margin: Any, others: Sequence[Any]) -> Any:
     """Return the largest distance between `margin` and any of the others, elementwise."""
     distances = [np.abs(other - margin) for other in others if other.shape == margin.shape]
     farthest = np.max(distances, axis=0) if distances else np.zeros_like(margin)

@@ -22,10 +22,10 @@ from .data import (
     ArrayBatches,
     AssignedArrays,
     are_arrays,
-    array_rows,
     batch_rows,
     batch_samples,
     check_padding,
+    count_array_rows,
     is_plain,
     pack_arrays,
     split_for_validation,
@@ -295,7 +295,7 @@ class FitHooks:
             call_arguments["batch_size"] or self.split.global_batch or 32, len(self.split.devices)
         )
         if size == self._plan_batch:
-            warn_small_data(array_rows(call_arguments["x"]), size)
+            warn_small_data(count_array_rows(call_arguments["x"]), size)
         self._note_batch(size)
         if self.group is None and not is_plain(call_arguments, self.model):
             call_arguments["batch_size"] = size

@@ -17,7 +17,7 @@ from ..plan.file import Share
 from ..shares.divisions import divide_sums
 from ..training.launched import find_host, launched_device
 from ..training.share_order import RankInfo, check_agreement, check_share_indices
-from .data import array_rows
+from .data import count_array_rows
 from .group_failures import GroupFailures
 
 GROUP_KEY = 10_000  # group key of these collectives; the strategy numbers its own keys from 1
@@ -281,7 +281,10 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
         [array[:size] for array in keras.tree.flatten(data)], expand_composites=True
     )
     own = digest(
-        [*map(tf.convert_to_tensor, rows), tf.constant(repr([size, array_rows(data), *settings]))],
+        [
+            *map(tf.convert_to_tensor, rows),
+            tf.constant(repr([size, count_array_rows(data), *settings])),
+        ],
         1 << 20,
     )
     (found,) = group.sum_now([tf.one_hot(group.rank, group.size, tf.cast(own, tf.float32), 0.0)])

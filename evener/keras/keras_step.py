@@ -143,13 +143,13 @@ def _attach_masks(result: Any, sources: Sequence[Any], combine: Callable[[list[A
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
         result._keras_mask = combine(masks)
-    logits = [logits_of(source) for source in sources]
+    logits = [find_logits(source) for source in sources]
     if all(logit is not None for logit in logits):
         result._keras_logits = combine(logits)
     return result
 
 
-def logits_of(tensor: Any) -> Any:
+def find_logits(tensor: Any) -> Any:
     """Return the logits from which a softmax or sigmoid output was computed, or None."""
     logits = getattr(tensor, "_keras_logits", None)
     if logits is None and tf.is_symbolic_tensor(tensor):
@@ -304,7 +304,7 @@ def compute_keras_loss(
         in_step.reset(token)
 
 
-def part_of_loss(
+def compute_loss_contribution(
     model: Any,
     kinds: PartKinds,
     losses: Sequence[Any],

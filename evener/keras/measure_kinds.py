@@ -425,7 +425,7 @@ def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[
     outputs = call.outputs
     yield x, y, outputs, weight
     if any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(outputs)):
-        yield x, y, _with_other_masks(outputs), weight
+        yield x, y, _change_masks(outputs), weight
     if tf.is_tensor(weight):
         yield x, y, outputs, weight * tf.cast(_grow_by_row(weight), weight.dtype)
     ignored = getattr(model.loss, "ignore_class", None)
@@ -450,7 +450,7 @@ def _ignore_labels(padding: int, y: Any) -> Any:
     return np.where(np.cumsum(np.ones_like(y), axis=-1) > 1 + rows % y.shape[-1], padding, y)
 
 
-def _with_other_masks(outputs: Tensors) -> Tensors:
+def _change_masks(outputs: Tensors) -> Tensors:
     """Return outputs with other masks, which select a different number of steps in each row.
 
     They select 1 time step of row 0, 2 of row 1, and so on.

@@ -51,10 +51,10 @@ from .keras_step import (
     apply_gradients,
     build_model,
     call_model,
+    compute_loss_contribution,
     count_rows,
     cut_rows,
     pad_rows,
-    part_of_loss,
     scale_loss,
     take_rows,
     update_metrics,
@@ -69,7 +69,7 @@ from .passes import (
     weigh_change,
 )
 from .rebalancing import GroupRebalancer, WorkTimes
-from .sparse_gradients import SharedGradients, fill_gradients, merge_slices, without_filler
+from .sparse_gradients import SharedGradients, drop_filler_slices, fill_gradients, merge_slices
 from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
@@ -170,7 +170,7 @@ class Workers:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(batch_samples(x, 1).take(1))))
         elif isinstance(x, keras.utils.PyDataset):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(x[0])
-        build_model(self.model, keras.tree.map_structure(_first_rows, x))
+        build_model(self.model, keras.tree.map_structure(_take_first_rows, x))
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
         """Return a dataset of this process's rows, or of global batches.
@@ -358,12 +358,12 @@ class Workers:
         `began` is the step's start as Unix time. `starts` has the values, from before the step, of
         the variables in `result.updates`. Returns the logs. Every process has to call this.
         """
-        part = _fraction_of_batch(own)
+        part = _compute_batch_fraction(own)
         changes = [
             (start, weigh_change(update, start, part))
             for update, start in zip(result.updates, starts, strict=True)
         ]
-        sent = metrics.list_own(*_own_batch(own, result.outputs))
+        sent = metrics.list_own(*_select_own_rows(own, result.outputs))
         summed, loss = self._sum_and_update(began, result, changes, own, digest, sent)
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
@@ -375,13 +375,13 @@ class Workers:
         """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
-        states = [(state, kind, tf.identity(state)) for state, kind in self._shared_states()]
+        states = [(state, kind, tf.identity(state)) for state, kind in self._list_shared_states()]
         with tf.GradientTape() as tape, use_global_statistics(model, self.group, own.size):
             outputs = call_model(model, x, True)
-            loss = self._part_of_loss((x, y, outputs, weight), True, own)
+            loss = self._compute_own_loss((x, y, outputs, weight), True, own)
             scaled = scale_loss(model, loss)
         gradients = tape.gradient(scaled, list(model.trainable_weights))
-        gradients = [without_filler(gradient, own.size) for gradient in gradients]
+        gradients = [drop_filler_slices(gradient, own.size) for gradient in gradients]
         updates = [
             StateUpdate(state, tf.convert_to_tensor(state), kind) for state, kind, _ in states
         ]
@@ -389,7 +389,7 @@ class Workers:
             start for *_, start in states
         ]
 
-    def _shared_states(self) -> list[tuple[Any, str]]:
+    def _list_shared_states(self) -> list[tuple[Any, str]]:
         """Return the non-trainable variables whose changes are summed over all processes.
 
         Each comes with the rule by which its values are combined.
@@ -399,19 +399,21 @@ class Workers:
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
         return [(state, kind) for state, kind in every if sums_changes(kind)]
 
-    def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
+    def _compute_own_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
         """Return how much this process's rows contribute to the loss of the whole batch.
 
         `batch` is (x, y, outputs, weight) of these rows. Every process has to call this.
         """
-        found, part = self.kinds[training], _fraction_of_batch(own)
+        found, part = self.kinds[training], _compute_batch_fraction(own)
         main = weigh_part(found.loss, part)
         if found.loss in COUNTS:
             counted = count_units(self.model, *batch[1:])[found.loss] * tf.cast(
                 own.size > 0, tf.float64
             )
             main = tf.math.divide_no_nan(counted, self.group.sum([counted])[0])
-        return part_of_loss(self.model, found, self.model.losses, batch, training, (part, main))
+        return compute_loss_contribution(
+            self.model, found, self.model.losses, batch, training, (part, main)
+        )
 
     def _sum_and_update(
         self,
@@ -491,8 +493,8 @@ class Workers:
         metrics = self._metrics(own)
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
         outputs = call_model(self.model, x, False)
-        loss = self._part_of_loss((x, y, outputs, weight), False, own)
-        sent = metrics.list_own(*_own_batch(own, take_rows(outputs, own.size)))
+        loss = self._compute_own_loss((x, y, outputs, weight), False, own)
+        sent = metrics.list_own(*_select_own_rows(own, take_rows(outputs, own.size)))
         *summed, loss = self.group.sum([*sent, loss])
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
@@ -520,12 +522,12 @@ def _digest(data: Tensors) -> BatchDigests | None:
     return None if isinstance(data, OwnRows) else digest_batch(data)
 
 
-def _fraction_of_batch(own: OwnRows) -> Any:
+def _compute_batch_fraction(own: OwnRows) -> Any:
     """Return this process's row count as a fraction of the batch; a filler row doesn't count."""
     return tf.cast(own.size, tf.float64) / tf.cast(own.rows, tf.float64)
 
 
-def _own_batch(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
+def _select_own_rows(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
     """Return inputs, labels, outputs and weights of this process's rows.
 
     Only the inputs may have a filler row.
@@ -537,7 +539,7 @@ def _own_batch(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
 FEW_ROWS = 8  # the number of rows from which the weights of a model are created
 
 
-def _first_rows(array: Any) -> Any:
+def _take_first_rows(array: Any) -> Any:
     """Return the first 8 rows of an array as a tensor; sparse and ragged tensors aren't cut."""
     if isinstance(array, tf.SparseTensor | tf.RaggedTensor):
         return array
@@ -574,7 +576,7 @@ class StepMetrics:
         """Return this process's tensors, outputs or metrics, to be summed over all processes."""
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
-            if _row_bytes(outputs) <= LARGEST_ROW:
+            if _measure_row_bytes(outputs) <= LARGEST_ROW:
                 self._outputs = outputs
             else:
                 self._count_own(x, y, outputs, weight)
@@ -625,7 +627,7 @@ def _read_variables(metrics: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def _row_bytes(outputs: Tensors) -> float:
+def _measure_row_bytes(outputs: Tensors) -> float:
     """Return the size of one row of the outputs in bytes; inf if the outputs can't be gathered."""
     # for example, if their size is unknown
     total = 0.0

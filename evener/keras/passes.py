@@ -21,13 +21,13 @@ from .keras_step import (
     CopiesScope,
     Tensors,
     call_in_scope,
+    compute_loss_contribution,
     cut_rows,
-    part_of_loss,
     scale_loss,
     take_rows,
 )
 from .part_kinds import ROWS, SAME, PartKinds, weigh_part
-from .sparse_gradients import PassGradient, without_filler
+from .sparse_gradients import PassGradient, drop_filler_slices
 
 SEED_NAME = "seed_generator_state"  # Keras' name for the state of a generator
 CHAINED, ADDED, AVERAGED = "chained", "added", "averaged"
@@ -319,7 +319,9 @@ class DevicePasses:
             with CopiesScope(model, copies, states) as scope:
                 outputs, added, regularizers = call_in_scope(model, x, True)
                 batch = x, y, outputs, weight
-                loss = part_of_loss(model, self.found, [*added, *regularizers], batch, True, parts)
+                loss = compute_loss_contribution(
+                    model, self.found, [*added, *regularizers], batch, True, parts
+                )
             scope.check_weights()
             scope.assign_others()
             scaled = scale_loss(model, loss)
@@ -328,7 +330,7 @@ class DevicePasses:
             self._reached = [
                 place for place, gradient in enumerate(gradients) if gradient is not None
             ]
-            reached = [without_filler(gradients[place], count) for place in self._reached]
+            reached = [drop_filler_slices(gradients[place], count) for place in self._reached]
             return (
                 take_rows(outputs, count),
                 loss,

@@ -77,7 +77,7 @@ def _merge(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
-def without_filler(gradient: Any, rows: Any) -> Any:
+def drop_filler_slices(gradient: Any, rows: Any) -> Any:
     """Remove all slices of a sparse gradient if the device computes only a filler row.
 
     `rows` is the device's row count without the filler row.
@@ -88,7 +88,7 @@ def without_filler(gradient: Any, rows: Any) -> Any:
     return tf.IndexedSlices(gradient.values[:count], gradient.indices[:count], gradient.dense_shape)
 
 
-def spec_of(tensor: Any) -> Any:
+def make_spec(tensor: Any) -> Any:
     """Return the spec of a tensor, or of a sparse gradient with any number of slices."""
     if not isinstance(tensor, tf.IndexedSlices):
         return tf.TensorSpec(tensor.shape, tensor.dtype)

@@ -23,7 +23,7 @@ from .attributes import PlainVariables
 from .compatibility import list_normalizations, plain_variables
 from .keras_step import OwnRows, Tensors, count_rows, open_rows
 from .passes import DevicePasses, PassSums, StateUpdate
-from .sparse_gradients import spec_of
+from .sparse_gradients import make_spec
 
 TOO_LONG = "larger than max"  # gRPC reports messages that are too long as ResourceExhausted
 
@@ -121,7 +121,7 @@ class SurvivingStep:
         )
         self._states = list_states(self._engine.model)
         before = [tf.TensorSpec(state.shape, state.dtype) for state in self._states]
-        result = tf.nest.map_structure(spec_of, self._compute.structured_outputs)
+        result = tf.nest.map_structure(make_spec, self._compute.structured_outputs)
         finish = tf.function(self._finish_step, autograph=False)
         self._finish = finish.get_concrete_function(
             spec, before, tf.TensorSpec([], tf.float64), *result

@@ -23,8 +23,8 @@ def name_plan_devices(plan: Plan) -> tuple[str, ...]:
     """
     active = plan.layout.active
     if all(share.on_gpu for share in active):
-        visible = _visible_gpus()
-        return tuple(f"GPU:{_index_among_visible(share, visible)}" for share in active)
+        visible = _list_visible_gpus()
+        return tuple(f"GPU:{_find_visible_index(share, visible)}" for share in active)
     make_logical_cpus(len(active))
     return tuple(f"CPU:{i}" for i in range(len(active)))
 
@@ -112,7 +112,7 @@ def driver_name(name: str) -> str | int:
     kind, _, number = name.partition(":")
     if kind != "GPU":
         return name.lower()
-    visible = _visible_gpus()
+    visible = _list_visible_gpus()
     entry = number if visible is None or int(number) >= len(visible) else visible[int(number)]
     return int(entry) if entry.isdecimal() else entry
 
@@ -136,13 +136,13 @@ def make_logical_cpus(count: int) -> None:
         ) from None
 
 
-def _visible_gpus() -> list[str] | None:
+def _list_visible_gpus() -> list[str] | None:
     """Return the entries of CUDA_VISIBLE_DEVICES, or None if it isn't set."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
-def _index_among_visible(share: Share, visible: list[str] | None) -> int:
+def _find_visible_index(share: Share, visible: list[str] | None) -> int:
     """Return TensorFlow's index of the share's GPU: its position among the visible GPUs.
 
     `visible` has the entries of CUDA_VISIBLE_DEVICES, or is None if all GPUs are visible. Raises

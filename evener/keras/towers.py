@@ -30,8 +30,8 @@ from .keras_step import (
     compute_keras_loss,
     count_rows,
     cut_rows,
+    find_logits,
     join_rows,
-    logits_of,
     scale_loss,
     take_rows,
     update_metrics,
@@ -58,7 +58,7 @@ class Tower(NamedTuple):
 
         The gradients of the loss for them are sent back to the device.
         """
-        logits = [logits_of(leaf) for leaf in keras.tree.flatten(self.outputs)]
+        logits = [find_logits(leaf) for leaf in keras.tree.flatten(self.outputs)]
         every = [
             *_floats(self.outputs),
             *(logit for logit in logits if logit is not None),
@@ -141,7 +141,7 @@ class Towers(OneProcess):
                     tape.watch(tower.heads())
                 outputs = _join_outputs(towers, x, assigned)
                 left.write(self._join_attributes(towers, x, assigned, training=True))
-                loss = self._whole_loss(x, y, outputs, weight, towers, training=True)
+                loss = self._compute_whole_loss(x, y, outputs, weight, towers, training=True)
                 scaled = scale_loss(model, loss)
             self._apply(self._gradients(tape, scaled, towers) if model.trainable_weights else [])
             return update_metrics(model, loss, rows, x, y, outputs, weight)
@@ -154,7 +154,7 @@ class Towers(OneProcess):
         with tf.device(self.devices[0]):
             outputs = _join_outputs(towers, x, assigned)
             left.write(self._join_attributes(towers, x, assigned, training=False))
-            loss = self._whole_loss(x, y, outputs, weight, towers, training=False)
+            loss = self._compute_whole_loss(x, y, outputs, weight, towers, training=False)
             return update_metrics(self.model, loss, rows, x, y, outputs, weight)
 
     def predict_step(self, data: Tensors) -> Tensors:
@@ -246,7 +246,7 @@ class Towers(OneProcess):
         pad = (lambda leaf: leaf) if assigned is None else (lambda leaf: pad_steps(leaf, x))
         return join_tensors(every, sizes, parts, kinds, pad)
 
-    def _whole_loss(
+    def _compute_whole_loss(
         self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool
     ) -> Any:
         """Return the loss of the whole batch, including losses that layers add.

@@ -155,7 +155,7 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
     # Frames that have both are preferred to frames that have one of them. Of these, the outermost
     # is returned, because lines inserted there run once, before all epochs.
     best, most = None, 0
-    for frame in _own_frames():  # later frames are further out
+    for frame in _list_user_frames():  # later frames are further out
         names = _list_names(frame)
         has_loader = bool(_name_loader(names, loader))
         has_model = any(_count_trained(name, weights) > 0 for name in names.values())
@@ -213,7 +213,7 @@ def _list_names(frame: FrameType) -> dict[str, Any]:
     for name, value in names.items():
         held = getattr(value, "__dict__", None)
         is_own = not isinstance(value, type | ModuleType | torch.nn.Module | DataLoader)
-        if type(held) is dict and is_own and not is_installed(_file_of(type(value))):
+        if type(held) is dict and is_own and not is_installed(_find_file(type(value))):
             attributes.update({f"{name}.{each}": inner for each, inner in held.items()})
     listed = {}
     for name, value in (names | attributes).items():
@@ -223,7 +223,7 @@ def _list_names(frame: FrameType) -> dict[str, Any]:
     return names | attributes | listed
 
 
-def _file_of(kind: type) -> str:
+def _find_file(kind: type) -> str:
     """Return the file in which a class is defined; torch's own file if there is none."""
     module = sys.modules.get(kind.__module__)
     path: str | None = getattr(module, "__file__", None)
@@ -331,7 +331,7 @@ def _count_trained(value: Any, weights: set[int]) -> int:
     return sum(id(parameter) in weights for parameter in value.parameters())
 
 
-def _own_frames() -> Iterator[FrameType]:
+def _list_user_frames() -> Iterator[FrameType]:
     """Yield the stack frames of the user's own code, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -66,11 +66,11 @@ _HOOKS = {
     "deepspeed.runtime.engine": (("DeepSpeedEngine.__init__", "program:PROGRAM.make_model"),),
     "torch.distributed._composable.fsdp": (("fully_shard", "program:PROGRAM.shard_model"),),
     "accelerate.data_loader": (
-        ("DataLoaderShard.__iter__", "loops:begin_outer"),
+        ("DataLoaderShard.__iter__", "loops:begin_wrapping_loader"),
         ("DataLoaderDispatcher.__iter__", "loops:begin_dispatcher"),
     ),
     "accelerate.accelerator": (("Accelerator.gather", "loops:gather"),),
-    "timm.data.loader": (("PrefetchLoader.__iter__", "loops:begin_outer"),),
+    "timm.data.loader": (("PrefetchLoader.__iter__", "loops:begin_wrapping_loader"),),
     "transformers.trainer": (("Trainer.train", "trainers:train"),),
     "fastai.torch_core": (("maybe_gather", "learners:gather"),),
     "fastai.learner": (("Learner.fit", "learners:fit"),),
@@ -204,7 +204,7 @@ def _watch_loader_classes(torch: Any) -> None:
     def make_class(cls: Any, /, **given: Any) -> None:
         super(parent, cls).__init_subclass__(**given)
         if "__iter__" in vars(cls):
-            wrap_function_wrapper(cls, "__iter__", _import_later("loops:begin_own"))
+            wrap_function_wrapper(cls, "__iter__", _import_later("loops:begin_loader_subclass"))
 
     parent.__init_subclass__ = classmethod(make_class)
 

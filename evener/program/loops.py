@@ -48,7 +48,7 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     )
 
 
-def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
+def begin_loader_subclass(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     """Hook of `__iter__` in subclasses of `DataLoader`, such as torchdata's.
 
     It returns a `Loop` if the loader's batches train a model and PyTorch's own iterator makes them.
@@ -64,7 +64,7 @@ def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     return loop.leave()
 
 
-def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
+def begin_wrapping_loader(wrapped: Any, outer: Any, *_: Any) -> Any:
     """Hook of loaders that wrap a `DataLoader`, such as accelerate's and timm's."""
     inner = getattr(outer, "base_dataloader", None) or outer.loader
     return Loop(inner, wrapped, outer) if PROGRAM.trains(inner) else wrapped()
@@ -80,7 +80,7 @@ class Loop:
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
         PROGRAM.open_loop()
         self._loader = loader
-        self.shared_batches = SharedBatches.of(loader)
+        self.shared_batches = SharedBatches.find_or_install(loader)
         self.shared_batches.opens = True
         self._batches = begin()
         workers = loader.num_workers
@@ -224,7 +224,7 @@ class SharedBatches:
         self.fault, self.digest = fault, (0, 0)
 
     @classmethod
-    def of(cls, loader: Any) -> SharedBatches:
+    def find_or_install(cls, loader: Any) -> SharedBatches:
         """Return the loader's `SharedBatches`, which is installed in the loader on first use.
 
         If the loader makes no batches or its data set is a stream, the result isn't installed and

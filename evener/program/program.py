@@ -483,7 +483,7 @@ class Program:
     @property
     def _meets_in_layers(self) -> bool:
         """Whether the model's layers communicate between ranks, as with FSDP."""
-        return sharded.choose_weigh(self.models) == "loss"
+        return sharded.choose_weighted(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
         """Finish the training step of the loop's last batch.
@@ -708,7 +708,7 @@ class Program:
 
         `are_sums` says whether losses are sums over rows.
         """
-        weigh = sharded.choose_weigh(models)
+        weigh = sharded.choose_weighted(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
         training.weights.are_sums = are_sums
         for model in models:

@@ -47,7 +47,7 @@ def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
     return not has_copies(models) and unowned.trains_others(optimizer, models)
 
 
-def choose_weigh(models: Iterable[Any]) -> Weigh:
+def choose_weighted(models: Iterable[Any]) -> Weigh:
     """Return what a rank's weight multiplies: "loss" for sharded models, else "gradients"."""
     return "loss" if any(map(find_library, models)) else "gradients"
 

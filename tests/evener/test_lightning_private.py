@@ -55,7 +55,7 @@ def test_each_private_name_does_what_it_is_used_for(tmp_path: Path) -> None:
             seen["moved"] = private.move_batch(self, torch.ones(1), torch.device("cpu"))
             own = private.signal_connector(trainer)
             seen["signals"] = own.received_sigterm, private.sigterm_handler(trainer).__self__ is own
-            seen["shares"] = private.shares_out_rows(trainer)
+            seen["shares"] = private.divides_rows(trainer)
             optimizer = self.optimizers()
             seen["wrapped"] = private.wrapped_optimizers(trainer.strategy) == [optimizer]
             for each in private.AROUND_STEPS:

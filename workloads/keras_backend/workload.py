@@ -23,7 +23,7 @@ from tensorflow.python.eager import context
 
 from evener.errors import RequestError
 from evener.keras.compatibility import all_layers, model_digest
-from evener.keras.data import ArrayBatches, array_rows, identity
+from evener.keras.data import ArrayBatches, count_array_rows, identity
 from evener.keras.keras_step import build_model
 from evener.keras.measure_kinds import build_variables
 from evener.keras.split import Split
@@ -54,7 +54,7 @@ def make_row_data(arrays: tuple[Any, ...], is_synthetic: bool = False) -> KerasD
 
     With `is_synthetic`, the number of rows isn't reported as the size of the data set.
     """
-    length = array_rows(arrays)
+    length = count_array_rows(arrays)
 
     def batches(split: Split, batch: int) -> Any:
         rows = batch * max(1, length // batch)
