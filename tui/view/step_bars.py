@@ -144,7 +144,8 @@ def _choose_steps(rows: Sequence[RankRow], max_steps: int) -> tuple[list[Sequenc
             return shown, f"steps {first} to {last}"
     count = min(max_steps, *(len(row.last_steps) for row in rows))
     own = [row.last_steps[-count:] for row in rows]
-    return [*own], f"{count} steps of each rank, not all the same ones"
+    what = "last step" if count == 1 else f"last {count} steps"
+    return [*own], f"the {what} of each rank, which may have different numbers"
 
 
 def _seconds(step: LastStep) -> float:
