@@ -271,6 +271,19 @@ class ShortBudget(msgspec.Struct, frozen=True):
     enough_seconds: int
 
 
+class RanOut(msgspec.Struct, frozen=True):
+    """Steps over several devices, each of which ran out of memory, so that the plan has none.
+
+    `batches` has each device's rows of the layouts that were tried, in their order.
+    """
+
+    kind: Literal["shards", "split"]  # shards: each device held a part of the model's state
+    devices: tuple[str, ...]  # that ran out of memory
+    batches: tuple[tuple[int, ...], ...]
+    try_seconds: float  # how long one took on average, with the start of its processes
+    lacked_time: bool = False  # the budget ended before the search had no more to try
+
+
 class PassStatistics(msgspec.Struct, frozen=True):
     """Warning: a layer, such as batch normalization, computes statistics over a single pass.
 
@@ -359,6 +372,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()  # about the devices and the request
     short_budget: ShortBudget | None = None
+    ran_out: tuple[RanOut, ...] = ()
     replaced: tuple[ReplacedLayout, ...] = ()
     unfinished: tuple[Unfinished, ...] = ()
     taken_memory: tuple[TakenMemory, ...] = ()

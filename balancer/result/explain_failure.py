@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -86,7 +87,14 @@ def _explain_failures(
         return NoLayoutError(f"No layout could be measured: {why}.", CODE_REMEDY)
     memory = find_state_memory(record.facts, seen, header.devices, chosen=None)
     adapters = write_adapters(memory) if memory is not None else []
-    return NoLayoutError(" ".join([f"No layout could be measured: {why}.", *adapters]), REMEDY)
+    remedy, full = REMEDY, _find_full_in_shards(record)
+    if full and budget is not None and end.late:
+        seconds = fmean(one.elapsed_seconds for one in full)
+        remedy = (
+            f"Give a longer budget, as in --budget {2 * budget:g}s: a further try in shards takes "
+            f"about {seconds:.0f} s. Or give a smaller batch, or free memory."
+        )
+    return NoLayoutError(" ".join([f"No layout could be measured: {why}.", *adapters]), remedy)
 
 
 def _lost_all(observations: Sequence[Observation]) -> bool:
@@ -143,6 +151,10 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
     elif full:
         labels = join_words([record.header.devices[i].label for i in sorted(full)])
         yield f"in shards {labels} ran out of memory too, without the state"
+    elif whole := _find_full_in_shards(record):
+        shares = dict.fromkeys(one.probe.layout.shares for one in whole)
+        rows = join_words([" + ".join(map(str, each)) for each in shares])
+        yield f"in shards, memory ran out too, with {rows} samples"
     elif tried and record.facts.state is not None:
         sizes = record.header.job.problem.memory_bytes
         memory_bytes = sum(each or 0 for each in sizes)
@@ -151,6 +163,17 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
             f"the devices have {size(memory_bytes)} in all, for that and for a step's rows, which "
             f"take {_write_smallest_steps(record, record.facts.state, tried)}"
         )
+
+
+def _find_full_in_shards(record: JournalContents) -> list[OutOfMemory]:
+    """Return the steps in shards over several devices that ran out of memory."""
+    return [
+        one
+        for one in record.observations
+        if isinstance(one, OutOfMemory)
+        and one.probe.layout.traits.together
+        and one.probe.layout.traits.sharded
+    ]
 
 
 def _may_fit_in_shards(record: JournalContents) -> bool:

@@ -21,13 +21,25 @@ from ..probes.launch_plan import MIXED
 from ..search.layouts import Candidate
 from ..search.report import SearchReport
 from ..statistics import is_known
-from ..types import End, Failed, Interval, Layout, Observation, Result, Stage, Stop, Timed
+from ..types import (
+    End,
+    Failed,
+    Interval,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Result,
+    Stage,
+    Stop,
+    Timed,
+)
 from ..verdict import (
     Chosen,
     LayoutKind,
     LeftOut,
     MeasuredRate,
     ObjectiveReached,
+    RanOut,
     ReplacedLayout,
     Rival,
     RivalKind,
@@ -119,6 +131,7 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
         ),
         notes=record.header.notes,
         short_budget=find_short_budget(report, seen, end),
+        ran_out=tuple(_find_ran_out(report, seen, devices, end)),
         replaced=find_replaced(report, len(labels)),
         unfinished=() if end.interrupted else _find_overruns(end, seen),
         link=find_link(seen, report.chosen.layout, devices),
@@ -754,6 +767,39 @@ def find_short_budget(
     later = [one.start_seconds for one in timed if one.probe.stage != Stage.SOLO]
     starts = max(at_once, default=0.0) + sum(later)
     return ShortBudget(budget, starts, _round_enough(report))
+
+
+def _find_ran_out(
+    report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device], end: SearchEnd
+) -> Iterator[RanOut]:
+    """Yield the steps over several devices, in shards or not, if all ran out of memory.
+
+    Yields nothing if the plan trains on several devices.
+    """
+    if report.chosen.layout.traits.together:
+        return
+    kinds: tuple[tuple[Literal["shards", "split"], bool], ...] = (
+        ("shards", True),
+        ("split", False),
+    )
+    for kind, sharded in kinds:
+        tried = [
+            one
+            for one in seen
+            if one.probe.layout.traits.together and one.probe.layout.traits.sharded is sharded
+        ]
+        full = [one for one in tried if isinstance(one, OutOfMemory)]
+        if not full or any(isinstance(one, Timed) for one in tried):
+            continue
+        positions = {i for one in full for i in one.devices or one.probe.layout.active}
+        limited = report.problem.budget_seconds is not None
+        yield RanOut(
+            kind,
+            tuple(devices[i].label for i in sorted(positions)),
+            tuple(dict.fromkeys(one.probe.layout.shares for one in full)),
+            fmean(one.elapsed_seconds for one in full),
+            lacked_time=limited and end.late,
+        )
 
 
 def _find_overruns(end: SearchEnd, seen: Sequence[Observation]) -> tuple[Unfinished, ...]:

@@ -52,6 +52,7 @@ EXACT = 0.0005  # a relative error that isn't printed, because it rounds to 0.0 
 ALTERNATELY = "measured alternately"
 SIMULATED = "simulated: "
 MOST_NAMED = 3  # most layouts in a sentence
+MOST_TRIES = 4  # most layouts without memory in a sentence; of more, the first and the last
 SPLITS = ("equal_shares", "other_shares", "sharded")
 PLAIN_PARALLEL = {
     "torch": "plain DDP",
@@ -775,6 +776,42 @@ def _describe_short_budget(verdict: Verdict) -> Iterator[str]:
         )
 
 
+def _describe_ran_out(verdict: Verdict) -> Iterator[str]:
+    """Yield sentences about steps over several devices that all ran out of memory."""
+    for one in verdict.ran_out:
+        tried = [_write_rows(batch) for batch in one.batches]
+        samples = join_words(tried) if len(tried) <= MOST_TRIES else f"{tried[0]} to {tried[-1]}"
+        what = "Shards of the model were" if one.kind == "shards" else "Splits were"
+        many = " each time" if len(tried) > 1 else ""
+        where = f"{len(one.devices)} devices"
+        if len(one.devices) <= MOST_DEVICES:
+            where = join_words(one.devices, "or")
+        alone = verdict.chosen.devices
+        plan = f", so the plan is {alone[0]} alone" if len(alone) == 1 else ""
+        yield f"{what} tried with {samples} samples, and memory ran out{many} on {where}{plan}."
+        remedies = []
+        if one.lacked_time:
+            remedies.append(
+                f"a longer --budget (a further try takes about {one.try_seconds:.0f} s)"
+            )
+        smaller = min(map(sum, one.batches)) - 1
+        if verdict.batch_given:
+            remedies.append("a smaller --global-batch")
+        elif smaller >= min(map(_count_computing, one.batches)):
+            remedies.append(f"a smaller batch (--max-global-batch {smaller})")
+        if remedies:
+            yield f"Give {join_words(remedies, 'or')}."
+
+
+def _count_computing(batch: Sequence[int]) -> int:
+    return sum(rows > 0 for rows in batch)
+
+
+def _write_rows(batch: Sequence[int]) -> str:
+    """Return the rows of each device, as in "1 + 10", or their sum if there are many devices."""
+    return str(sum(batch)) if len(batch) > MOST_DEVICES else " + ".join(map(str, batch))
+
+
 def _describe_code_limit(verdict: Verdict) -> Iterator[str]:
     limit = verdict.code_limit
     if limit is not None:
@@ -877,6 +914,7 @@ REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _describe_objective,
     _describe_code_limit,
     _describe_short_budget,
+    _describe_ran_out,
     _describe_batch,
     _describe_learning,
     _describe_short_epoch,

@@ -284,6 +284,35 @@ def test_a_lack_of_the_host_s_memory_is_not_called_an_error_of_the_code() -> Non
     assert fault.remedy == "Free memory of the host, or let build() need less of it."
 
 
+def test_steps_in_shards_without_memory_are_named_with_the_time_of_a_further_one() -> None:
+    """Each device ran alone with a part of the model, so the state isn't the reason."""
+    header = Header("run", "2026-01-01T00:00:00Z", Request(), DEVICES, "q.py:build", "torch", "0")
+    seen: list[Observation] = []
+    for i in range(2):
+        seen.append(OutOfMemory(Probe(solo(2, i, 8), Stage.SOLO, 1.0), (i,), "", 1.0))
+        alone = msgspec.structs.replace(solo(2, i, 8), kind="part")
+        seen.append(
+            Timed(
+                Probe(alone, Stage.PART, 0.2),
+                0.1,
+                0.1,
+                0.1,
+                9,
+                (None, None),
+                (None, None),
+                0.1,
+                1.0,
+            )
+        )
+    for rows in (10, 9):
+        layout = Layout("shard", (1, rows), state=(0.9, 0.1))
+        seen.append(OutOfMemory(Probe(layout, Stage.SHARD, 1.0), (1,), "", 9.0))
+    fault = explain_no_plan(record(header, *seen), Belief((), "Done."), late(()))
+    assert "; in shards, memory ran out too, with 1 + 10 and 1 + 9 samples." in fault.message
+    assert fault.remedy.startswith("Give a longer budget, as in --budget 240s: a further try")
+    assert "about 9 s" in fault.remedy
+
+
 def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:
     """It was stopped within an import statement, the file's own lines, or the function."""
     header = Header(

@@ -42,6 +42,7 @@ from evener.balancer.types import (
     Observation,
     OutOfMemory,
     Probe,
+    Problem,
     Result,
     Stage,
     Stop,
@@ -50,7 +51,7 @@ from evener.balancer.types import (
 )
 from evener.balancer.verdict import MeasuredRate, RateGap, Rival, Unfinished, Verdict
 from evener.plan.file import Plan
-from evener.plan.layout import Share
+from evener.plan.layout import Kind, Share
 from tests.support.search_outcomes import draw_outcome
 from tests.support.verdicts import (
     EVEN,
@@ -500,6 +501,61 @@ def test_no_two_layouts_have_one_name() -> None:
         "another split, 30 + 10",
         "best single device",
     )
+
+
+# ---------------------------------------------------------------------- out of memory
+
+
+def ran_out(kind: Kind, position: int, *shares: int) -> OutOfMemory:
+    """Return a step over several devices in which one ran out of memory after 9 s."""
+    return OutOfMemory(Probe(Layout(kind, shares), Stage.SHARD, 1.0), (position,), "", 9.1)
+
+
+IN_SHARDS = (ran_out("shard", 1, 1, 10), ran_out("shard", 1, 1, 9), ran_out("shard", 0, 1, 8))
+
+
+def written_of(*seen: Observation, devices: int = 2, **known: Any) -> str:
+    """Return what a verdict for one device says of steps that ran out of memory."""
+    alone = candidate("solo", solo(devices, 0, 256))
+    return " ".join(
+        line
+        for line in write_text(result(alone, 3), seen=seen, **known).remarks
+        if "memory ran out" in line or line.startswith("Give ")
+    )
+
+
+def test_shards_that_always_ran_out_of_memory_are_named_with_what_to_do() -> None:
+    tried = (
+        "Shards of the model were tried with 1 + 10, 1 + 9 and 1 + 8 samples, and memory ran out "
+        "each time on GPU:0 or GPU:1, so the plan is GPU:0 alone."
+    )
+    limited = Problem(2, (None, None), budget_seconds=120.0)
+    assert written_of(*IN_SHARDS, stop=Stop.LATE, problem=limited) == (
+        f"{tried} Give a longer --budget (a further try takes about 9 s) or a smaller batch "
+        f"(--max-global-batch 8)."
+    )
+    ended = f"{tried} Give a smaller batch (--max-global-batch 8)."
+    assert written_of(*IN_SHARDS, problem=limited) == ended, "the search had no more to try"
+    assert written_of(*IN_SHARDS, request=FIXED) == f"{tried} Give a smaller --global-batch."
+
+
+def test_splits_that_always_ran_out_of_memory_are_named_too() -> None:
+    assert written_of(ran_out("split", 1, 1, 1)) == (
+        "Splits were tried with 1 + 1 samples, and memory ran out on GPU:1, so the plan is GPU:0 "
+        "alone."
+    ), "each device has at least one"
+    many = [ran_out("split", 0, *([rows] * 2)) for rows in range(40, 10, -5)]
+    assert "tried with 40 + 40 to 15 + 15 samples" in written_of(*many)
+    wide = ran_out("split", 3, *([8] * 16))
+    assert "tried with 128 samples" in written_of(wide, devices=16)
+
+
+def test_a_step_over_several_devices_that_ran_leaves_nothing_to_say_of_memory() -> None:
+    timed = turn(Layout("shard", (1, 4)), 0.256, (0.2, 0.2))
+    assert not written_of(*IN_SHARDS, timed)
+    assert "memory ran out" not in " ".join(
+        write_text(result(SPLIT, 1000), seen=IN_SHARDS).remarks
+    ), "the plan trains on several"
 
 
 # ---------------------------------------------------------------------- as a value
