@@ -117,8 +117,9 @@ def find_loss(
 
 
 class LossFinder:
-    """Finds what a loss is a mean over, by gradients of a few rows at once and in parts.
+    """Finds what a loss is a mean over, such as rows or labels.
 
+    It compares the gradient of a few rows at once with those of the same rows in parts.
     `gathering_in_passes` is needed if batches are split into passes, and otherwise None.
     """
 

@@ -365,7 +365,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log metrics; those that a pass logs are held back until its batch is finished."""
+        """Log metrics.
+
+        Metrics that a pass logs are held back until its batch is finished.
+        """
         if self._factor is None:
             super().log(*logged, **options)
         else:

@@ -200,7 +200,10 @@ class StepAudit:
         self._values = [_to_bytes(each.read()) for each in self._watched]
 
     def _describe_batches(self, batches: Any, first: Any) -> str:
-        """Return the dtypes and shapes of batches as text; if it changes, there is a new audit."""
+        """Return the dtypes and shapes of batches as text.
+
+        If the text changes, another audit is needed.
+        """
         if not isinstance(batches, tf.data.Iterator):
             leaves = tf.nest.flatten(first)
             # not the number of rows, unless `batches` is a TensorFlow iterator
@@ -715,7 +718,7 @@ class StepAudit:
     def _compare_states(
         self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
     ) -> Finding | None:
-        """Return a finding if a variable differs after Keras' own step and after the engine's.
+        """Return a finding if the engine's step gives a variable another value than Keras' step.
 
         Only non-trainable variables are compared, such as moving averages.
         """

@@ -115,7 +115,7 @@ class FitHooks:
     def _time_separately(self, name: str, method: Any) -> Any:
         """Wrap a method, such as `save`, so that its duration doesn't count as part of a step.
 
-        `name` is the activity as which the duration counts.
+        It counts as the activity `name` instead.
         """
 
         @functools.wraps(method)

@@ -103,9 +103,9 @@ class ExchangeCall(msgspec.Struct, frozen=True):
         """Name of the collective and the line that calls it, such as "all_reduce (train.py:12)"."""
         return f"{self.name} ({self.line})"
 
-    def run(self, **other: Any) -> Any:
-        """Call the collective, with arguments replaced by those in `other`."""
-        self.bound.arguments.update(other)
+    def run(self, **changed: Any) -> Any:
+        """Call the collective, with some arguments replaced by those in `changed`."""
+        self.bound.arguments.update(changed)
         return self.function(*self.bound.args, **self.bound.kwargs)
 
 

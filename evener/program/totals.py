@@ -139,7 +139,7 @@ class Totals:
 
 
 def _find_collectives(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
-    """Return the marks of those tensors that have one."""
+    """Return the marks of the tensors that have one."""
     return [collective for collective in map(marks.find, tensors) if collective]
 
 
