@@ -304,6 +304,17 @@ def compute_keras_loss(
         in_step.reset(token)
 
 
+class PartLoss(NamedTuple):
+    """How much some rows contribute to the loss of the whole batch.
+
+    The fields differ if the loss has several values, such as one for each row: Keras learns from
+    their sum, and logs their mean.
+    """
+
+    trained: Any  # scalar from which gradients are computed
+    logged: Any  # scalar; those of all parts add up to the loss that Keras logs
+
+
 def compute_loss_contribution(
     model: Any,
     kinds: PartKinds,
@@ -311,7 +322,7 @@ def compute_loss_contribution(
     batch: Sequence[Any],
     training: bool,
     parts: tuple[Any, Any],
-) -> Any:
+) -> PartLoss:
     """Return how much some rows contribute to the loss of the whole batch.
 
     - `kinds`: how the losses of parts combine.
@@ -322,16 +333,22 @@ def compute_loss_contribution(
       over. Both are 0 for a filler row.
     """
     own = compute_compiled_loss(model, losses, batch, training)
-    total = own * tf.cast(parts[1], own.dtype)
+    trained = logged = tf.reduce_sum(own) * tf.cast(parts[1], own.dtype)
+    if own.shape.rank:
+        logged = tf.reduce_mean(own) * tf.cast(parts[0], own.dtype)
     for place, loss in enumerate(losses):  # regularizers come last, and count by rows
-        total += weigh_added(kinds.added_kind(place), loss, parts[0], own.dtype)
-    return total
+        added = weigh_added(kinds.added_kind(place), loss, parts[0], own.dtype)
+        trained, logged = trained + added, logged + added
+    return PartLoss(trained, logged)
 
 
 def compute_compiled_loss(
     model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool
 ) -> Any:
-    """Return the compiled loss of some rows, without the losses of layers and regularizers."""
+    """Return the compiled loss of some rows, without the losses of layers and regularizers.
+
+    It isn't a scalar if the compiled loss doesn't reduce its values (`reduction=None`).
+    """
     x, y, outputs, weight = batch
     nothing = [tf.zeros([], losses[0].dtype)] if losses else []
     return compute_keras_loss(model, nothing, x, y, outputs, weight, training)

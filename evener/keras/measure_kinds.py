@@ -184,6 +184,7 @@ def measure(
         tuple(measured.find_added()),
         measured.find_states(),
         measured.find_attributes(),
+        valued=tuple(measured.find_valued()),
     )
 
 
@@ -292,6 +293,19 @@ class Measured(NamedTuple):
                 found[name] = _find_state_rule(np.zeros_like(first), first, others, self.sizes)
         return found
 
+    def find_valued(self) -> list[int]:
+        """Return the indices of the outputs whose loss has a value for each row."""
+        # the metric that tracks such a loss counts rows; of a mean, it counts one value for a batch
+        losses = self.model._compile_loss.metrics if self.model._compile_loss else []
+        found = []
+        for place, metric in enumerate(losses):
+            key = id(metric.count.value.handle)
+            if all(key in result.states for result in self.results):
+                whole, *parts = [float(result.states[key]) for result in self.results]
+                if whole == sum(parts):
+                    found.append(place)
+        return found
+
     def find_loss(self, training: bool) -> str:
         """Return what the compiled loss is a mean over, such as "rows".
 
@@ -331,6 +345,7 @@ class Measured(NamedTuple):
                 own = [_cut_with_masks(each, start, stop) for each in batch]
                 with _without_side_effects(self.model):
                     loss = compute_compiled_loss(self.model, calls[0].losses, own, training)
+                    loss = tf.reduce_sum(loss)  # Keras learns from the sum of several values
             except Exception:  # any error of the user's program
                 return None
             values.append(float(loss))

@@ -47,6 +47,7 @@ from .group import (
 from .instances import replaced
 from .keras_step import (
     OwnRows,
+    PartLoss,
     Tensors,
     apply_gradients,
     build_model,
@@ -59,7 +60,7 @@ from .keras_step import (
     take_rows,
     update_metrics,
 )
-from .part_kinds import COUNTS, PartKinds, count_units, weigh_part
+from .part_kinds import COUNTS, PartKinds, count_units, list_mean_losses, weigh_part
 from .passes import (
     PassSums,
     StateUpdate,
@@ -320,7 +321,7 @@ class Workers:
         own = self.own_rows(data)
         digest = _digest(data)
         began = self.times.read_time([own.size])
-        metrics = self._metrics(own)
+        metrics = self._metrics(own, True)
         return self._finish_step(own, digest, began, metrics, *self._compute_own_rows(own))
 
     def finish_passes(
@@ -333,7 +334,7 @@ class Workers:
         """
         own = self.own_rows(data)
         digest = _digest(data)
-        metrics = self._metrics(own, before)
+        metrics = self._metrics(own, True, before)
         assign_updates(
             [(1.0, [update for update in result.updates if not sums_changes(update.kind)])]
         )
@@ -379,13 +380,13 @@ class Workers:
         with tf.GradientTape() as tape, use_global_statistics(model, self.group, own.size):
             outputs = call_model(model, x, True)
             loss = self._compute_own_loss((x, y, outputs, weight), True, own)
-            scaled = scale_loss(model, loss)
+            scaled = scale_loss(model, loss.trained)
         gradients = tape.gradient(scaled, list(model.trainable_weights))
         gradients = [drop_filler_slices(gradient, own.size) for gradient in gradients]
         updates = [
             StateUpdate(state, tf.convert_to_tensor(state), kind) for state, kind, _ in states
         ]
-        return PassSums(take_rows(outputs, own.size), loss, gradients, updates), [
+        return PassSums(take_rows(outputs, own.size), loss.logged, gradients, updates), [
             start for *_, start in states
         ]
 
@@ -399,7 +400,7 @@ class Workers:
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
         return [(state, kind) for state, kind in every if sums_changes(kind)]
 
-    def _compute_own_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
+    def _compute_own_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> PartLoss:
         """Return how much this process's rows contribute to the loss of the whole batch.
 
         `batch` is (x, y, outputs, weight) of these rows. Every process has to call this.
@@ -490,18 +491,20 @@ class Workers:
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """Evaluate a batch, and return the logs."""
         own = self.own_rows(data)
-        metrics = self._metrics(own)
+        metrics = self._metrics(own, False)
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
         outputs = call_model(self.model, x, False)
-        loss = self._compute_own_loss((x, y, outputs, weight), False, own)
+        loss = self._compute_own_loss((x, y, outputs, weight), False, own).logged
         sent = metrics.list_own(*_select_own_rows(own, take_rows(outputs, own.size)))
         *summed, loss = self.group.sum([*sent, loss])
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
-    def _metrics(self, own: OwnRows, before: Mapping[int, Any] | None = None) -> StepMetrics:
+    def _metrics(
+        self, own: OwnRows, training: bool, before: Mapping[int, Any] | None = None
+    ) -> StepMetrics:
         with tf.device("CPU:0"):
             place = self.cut.bounds(own.rows)[self.group.rank], own.size, own.rows
-        return StepMetrics(self.model, *place, before or {})
+        return StepMetrics(self.model, self.kinds[training], *place, before or {})
 
     def own_rows(self, data: Tensors) -> OwnRows:
         """Return this process's rows of a batch."""
@@ -559,12 +562,18 @@ class StepMetrics:
     """
 
     def __init__(
-        self, model: Any, start: Any, size: Any, rows: Any, before: Mapping[int, Any]
+        self,
+        model: Any,
+        kinds: PartKinds,
+        start: Any,
+        size: Any,
+        rows: Any,
+        before: Mapping[int, Any],
     ) -> None:
         self._model = model
         self._place = start, size, rows
         # the losses of single outputs
-        self._losses = model._compile_loss.metrics if model._compile_loss else []
+        self._losses = list_mean_losses(model, kinds)
         own = [model._loss_tracker, model._compile_metrics, *self._losses]
         found = _read_variables(
             metric for metric in model.metrics if not any(metric is each for each in own)

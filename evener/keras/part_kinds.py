@@ -30,6 +30,7 @@ class PartKinds(msgspec.Struct, frozen=True):
     - `added`: kinds of the losses that layers add.
     - `states`: kinds of the non-trainable variables, by index.
     - `attributes`: kinds of the tensors that a call stores in attributes, by name.
+    - `valued`: indices of the outputs whose loss has a value for each row, and no mean of them.
     - `merged`: indices of the weights whose sparse gradients have at most one slice per table row.
 
     Values of unknown kind are combined as means over rows; audits show whether that is exact.
@@ -40,6 +41,7 @@ class PartKinds(msgspec.Struct, frozen=True):
     states: dict[int, str] = {}
     attributes: dict[str, str] = {}
     merged: tuple[int, ...] = ()
+    valued: tuple[int, ...] = ()
 
     def added_kind(self, index: int) -> str:
         """Return the kind of a loss that a layer adds; "rows" if it wasn't measured.
@@ -56,6 +58,15 @@ def weigh_part(kind: str, part: Any) -> Any:
     without rows.
     """
     return tf.cast(part > 0, part.dtype) if kind == SUM else part
+
+
+def list_mean_losses(model: Any, kinds: PartKinds) -> list[Any]:
+    """Return the metrics that track single outputs' losses, and are averaged over the parts.
+
+    Those of losses with a value for each row are left out: they count rows, as other metrics do.
+    """
+    metrics = model._compile_loss.metrics if model._compile_loss else []
+    return [metric for place, metric in enumerate(metrics) if place not in kinds.valued]
 
 
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:

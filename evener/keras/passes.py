@@ -26,7 +26,7 @@ from .keras_step import (
     scale_loss,
     take_rows,
 )
-from .part_kinds import ROWS, SAME, PartKinds, weigh_part
+from .part_kinds import ROWS, SAME, PartKinds, list_mean_losses, weigh_part
 from .sparse_gradients import PassGradient, drop_filler_slices
 
 SEED_NAME = "seed_generator_state"  # Keras' name for the state of a generator
@@ -60,7 +60,7 @@ class StepStates:
     def __init__(self, model: Any, kinds: PartKinds) -> None:
         self._kinds = find_state_kinds(model, kinds)
         self._metrics = {id(variable): variable for variable in model.metrics_variables}
-        losses = model._compile_loss.metrics if model._compile_loss else []
+        losses = list_mean_losses(model, kinds)
         self._losses = {id(each) for metric in losses for each in metric.variables}
         every = {
             id(variable): variable for variable in model.non_trainable_variables
@@ -96,7 +96,7 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _is_counting(self, state: Any) -> bool:
-        """Return whether the variable belongs to a metric, except for metrics that track a loss."""
+        """Return whether the variable is a metric's, except those that track a mean loss."""
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
@@ -324,7 +324,7 @@ class DevicePasses:
                 )
             scope.check_weights()
             scope.assign_others()
-            scaled = scale_loss(model, loss)
+            scaled = scale_loss(model, loss.trained)
         with tf.device(self.device):
             gradients = tape.gradient(scaled, copies)
             self._reached = [
@@ -333,7 +333,7 @@ class DevicePasses:
             reached = [drop_filler_slices(gradients[place], count) for place in self._reached]
             return (
                 take_rows(outputs, count),
-                loss,
+                loss.logged,
                 reached,
                 self._states_after_pass(start, count, values, states, scope),
             )

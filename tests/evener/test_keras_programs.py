@@ -44,6 +44,8 @@ SAMPLES = {
     },
     "passes": {
         "sum": EXACT,
+        "a value per row, weighted": EXACT,
+        "a value per row, two heads": EXACT,
         "rmse": NO_MEAN,
         "state: steps": EXACT,
         "loss of attributes: means and sums": NO_MEAN,
@@ -65,6 +67,7 @@ SAMPLES = {
         "state: codebook": OTHER_STATE,
     },
     "multiworker in passes": {
+        "a value per row, weighted": EXACT,
         "ignore_class": "a mean over labels that aren't ignored",
         "own table: bags, Adam": EXACT,
         "own train_step": EXACT,

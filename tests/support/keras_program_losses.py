@@ -51,6 +51,18 @@ def dense(
     return make, (X, y, fitted)
 
 
+def by_rows(loss: Any, regularizer: Any = None, **fitted: Any) -> Made:
+    """Return a dense layer with three outputs and a loss that has more than one value."""
+
+    def make() -> Any:
+        entry = keras.Input((6,))
+        model = keras.Model(entry, layers.Dense(3, kernel_regularizer=regularizer)(entry))
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
+        return model
+
+    return make, (X, np.cos(X[:, :3]), fitted)
+
+
 def tagger(loss: Any, mask: bool, y: Any = TAGS, rate: float = 0.3, **fitted: Any) -> Made:
     """Return rows of words of unequal length, each word with a tag."""
 
@@ -161,6 +173,22 @@ class OwnReduction(losses.Loss):
         return tf.reduce_mean(tf.abs(tf.cast(y, outputs.dtype) - outputs))
 
 
+class OfSteps(losses.Loss):
+    """A row's mean crossentropy of its steps."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return a value for each row."""
+        return tf.reduce_mean(losses.sparse_categorical_crossentropy(y_true, y_pred), axis=-1)
+
+
+class ColumnMeans(losses.Loss):
+    """A mean over rows for each column of the outputs."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return the means."""
+        return tf.reduce_mean(tf.square(tf.cast(y_true, y_pred.dtype) - y_pred), axis=0)
+
+
 class OwnComputeLoss(keras.Model):
     """Adds a penalty on its outputs."""
 
@@ -185,7 +213,7 @@ class SumComputeLoss(keras.Model):
         return tf.reduce_sum(tf.square(y - y_pred))
 
 
-def two_heads(mask: bool, second: Any) -> Made:
+def two_heads(mask: bool, second: Any, first: Any = "sparse_categorical_crossentropy") -> Made:
     """Return tags, and a number for each row. Without `second`, no loss reaches that head."""
 
     def make() -> Any:
@@ -194,9 +222,7 @@ def two_heads(mask: bool, second: Any) -> Made:
         tags = layers.Dense(4, activation="softmax", name="tags")(words)
         row = layers.Dense(1, name="row")(layers.GlobalAveragePooling1D()(words))
         model = keras.Model(entry, {"tags": tags, "row": row})
-        model.compile(
-            keras.optimizers.Adam(0.02), {"tags": "sparse_categorical_crossentropy", "row": second}
-        )
+        model.compile(keras.optimizers.Adam(0.02), {"tags": first, "row": second})
         return model
 
     return make, (WORDS, {"tags": TAGS, "row": LENGTHS[:, None].astype(float)}, {})
@@ -242,6 +268,18 @@ def loss_programs() -> dict[str, Made]:
         "sum, weighted": dense(
             losses.MeanSquaredError(reduction="sum"), VALUES, sample_weight=WEIGHTS
         ),
+        "a value per row": by_rows(losses.MeanSquaredError(reduction=None)),
+        "a value per row, weighted": by_rows(
+            losses.MeanSquaredError(reduction="none"), sample_weight=WEIGHTS
+        ),
+        "a value per row and step": tagger(crossed(reduction=None), True, rate=0.01),
+        "a value per row, two heads": two_heads(
+            False, losses.MeanSquaredError(reduction=None), OfSteps(reduction=None)
+        ),
+        "a value per row, regularized": by_rows(
+            losses.MeanSquaredError(reduction=None), regularizer="l2"
+        ),
+        "a value per column": by_rows(ColumnMeans(reduction=None)),
         "mean_with_sample_weight": dense(
             losses.MeanSquaredError(reduction="mean_with_sample_weight"),
             VALUES,
