@@ -39,7 +39,7 @@ def pack_weights(model: Any, device: torch.device) -> None:
 
 
 def list_statistics(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors with which 4-bit weights are unpacked, such as their scales."""
+    """Return the tensors that are needed to unpack 4-bit weights, such as their scales."""
     found: list[torch.Tensor] = []
     states = [
         tensor.quant_state for tensor in tensors if is_packed(tensor) and tensor.bnb_quantized

@@ -374,7 +374,7 @@ class PlannedTraining:
         """Report a finished step to the monitor. The loader of a Split does this itself.
 
         `rows` is the number of rows that this rank computed; None means those of the current batch.
-        `tokens` are their numbers of tokens without and with padding; zeros mean unknown.
+        `tokens` says how many tokens they have, without and with padding; zeros mean unknown.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 

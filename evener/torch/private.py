@@ -41,7 +41,7 @@ BatchNorm = _BatchNorm  # the base class of all BatchNorms, also of SyncBatchNor
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward pass that this thread is running has ended."""
+    """Call `function` at the end of the backward pass that this thread is running."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 

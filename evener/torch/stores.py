@@ -144,8 +144,8 @@ def listen_at(host: str, port: int) -> dict[str, int]:
 def open_tcp_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
     """Connect to the TCPStore at a host and port, and return it.
 
-    With `serves`, this process runs the server. Otherwise RuntimeError is raised if no process does
-    within `timeout`.
+    With `serves`, this process runs the server. Otherwise, another process has to run it; if none
+    does within `timeout`, RuntimeError is raised.
     """
     place = {"port": port, **(listen_at(host, port) if serves else {})}
     return dist.TCPStore(host, is_master=serves, timeout=timeout, multi_tenant=True, **place)

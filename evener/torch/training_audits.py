@@ -166,7 +166,7 @@ class TrainingAudits:
 
     @property
     def follows_change(self) -> bool:
-        """Whether the current step is audited because the loss has changed, not as scheduled."""
+        """Whether the current step is audited because the loss has changed, not on schedule."""
         return self._due and not is_audited(self.judge.step)
 
     @property
@@ -208,7 +208,7 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, operations: tuple[Any, ...], caller: FrameType) -> None:
-        """Called before each backward pass, to audit the loss soon if it is computed in a new way.
+        """Called before each backward pass; audits the loss soon if it's computed in a new way.
 
         `operations` are the last operations that computed the loss, and `caller` is the frame that
         called `backward`.
@@ -444,7 +444,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _warn_of_fault(self, replayed: Replayed) -> None:
-        """Warn if a loss couldn't be audited, or if padding limited what the audit shows."""
+        """Warn if a loss couldn't be audited, or if padding limits what the audit can show."""
         # with that padding, the audit can't show whether other padding would change the loss
         fault = replayed.fault
         if replayed.cut and replayed.audited is not None and replayed.audited.difference is None:
@@ -453,7 +453,7 @@ class TrainingAudits:
             self._warn_once(NOT_AUDITED.format(fault) + self.question)
 
     def end_parts(self) -> None:
-        """Send the audit of a batch's first part to the other ranks, after its last part."""
+        """After a batch's last part, send the audit result of its first part to the other ranks."""
         # not earlier, because other ranks may still wait in the all-reduce of gradients
         self.close()
         found, self._pending = self._pending, None
@@ -639,9 +639,9 @@ class TrainingAudits:
         return ROWS if self.judge.thorough or self.judge.step <= EARLY else FEWER
 
     def take_rows(self, dataset: Any, collate: Any, indices: Sequence[int]) -> FewRows | None:
-        """Fetch a few of the rows with these indices for an audit, to this rank's device.
+        """Fetch a few of the rows with these indices for an audit.
 
-        The result is None for fewer than two indices.
+        They are moved to this rank's device. The result is None for fewer than two indices.
         """
         return self._move_rows(fetch_rows(dataset, collate, indices, self._max_rows))
 
@@ -754,9 +754,10 @@ class TrainingAudits:
         return world > 1 and dist.is_initialized() and dist.get_world_size() == world
 
     def _compare_left_out(self) -> None:
-        """Find a batch that only some ranks skipped, and warn, or raise RequestError if `strict`.
+        """Look for a batch that only some ranks skipped, and warn about it.
 
-        Under `evener run`, shares become equal for the rest of the training run instead.
+        With `strict`, RequestError is raised. Under `evener run`, shares become equal for the rest
+        of the training run instead.
         """
         if self.judge.over or not self._can_exchange:
             return
@@ -790,7 +791,7 @@ class TrainingAudits:
                 del self._published[step]
 
     def _compare_results(self, every: Sequence[RankVerdict], step: int) -> None:
-        """Act on all ranks' results of the audit in a step.
+        """Act on the results of all ranks for the audit in step number `step`.
 
         If gradients differ, it warns, raises RequestError or makes shares equal.
         """
@@ -971,7 +972,7 @@ def add_unweighted(computations: Computations) -> Computations:
 
 
 def weigh_gradients(computations: Computations, scale: float) -> Computations:
-    """Adapt an audit's computations to losses that are multiplied by `scale` before `backward`."""
+    """Return an audit's computations with losses multiplied by `scale` before the backward pass."""
     changes = {
         name: _scale_losses_of_change(change, scale)
         for name, change in computations.changes.items()
@@ -1049,7 +1050,7 @@ def _describe_line(error: BaseException) -> str:
 
 
 def _compute(loss: OfPart, part: Part) -> Any:
-    """Compute the loss of a copy of a part, because the loss function may change the part."""
+    """Call the loss function with a copy of a part, because the function may change the part."""
     # a part is computed more than once, and the program may remove items from the batch
     own = copy.copy(part)
     own.batch = each_tensor(lambda tensor: tensor, part.batch)

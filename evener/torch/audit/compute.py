@@ -319,7 +319,7 @@ def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _list_trained_padding(modules: Iterable[Any]) -> list[torch.Tensor]:
-    """Return each embedding of padding that training changes, as a view of its weight.
+    """Return the vectors of padding tokens that training changes, as views of embedding weights.
 
     An embedding layer gives its `padding_idx` no gradient. Training changes that row only if
     another layer uses the same weight, such as a language model's head.

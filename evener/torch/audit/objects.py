@@ -69,8 +69,8 @@ def find_objects(data: Any) -> list[Any]:
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
     """Return a copy of the object `fresh` with its tensors replaced.
 
-    `recorded` is an object of the same structure. The tensor that replaces one of `fresh` is the
-    value in `known` for the id of the tensor at the same position in `recorded`.
+    `recorded` is an object of the same structure. Each tensor of `fresh` is replaced by the tensor
+    that `known` has for the tensor at the same position in `recorded`; the keys of `known` are ids.
     """
     return _remake(fresh, recorded, known, set())
 

@@ -30,8 +30,8 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 class KnownPasses(msgspec.Struct):
     """What earlier audits found out about the passes that compute a loss.
 
-    `computed` has the dtypes that they compute in. `draws` is whether they draw random numbers, or
-    None as long as that is unknown.
+    `computed` has the dtypes that they compute in. `draws` is whether they draw random numbers; it
+    is None until that is known.
     """
 
     computed: set[torch.dtype] = set()

@@ -225,7 +225,7 @@ def _fixed_instead_of_random(draw: _Draw) -> Any:
 
 
 def _draw_by_arguments(draw: _Draw) -> Any:
-    """Return a result for a distribution whose parameters are tensors, or else None."""
+    """Draw from a distribution whose parameters are tensors; return None for other operations."""
     # parameters, such as means, may differ from row to row
     if draw.name in _DISTRIBUTIONS and not isinstance(draw.arguments[0], float):
         return _DISTRIBUTIONS[draw.name](*draw.arguments)
@@ -250,7 +250,7 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _fill_equal_rows(draw: _Draw) -> Any:
-    """Draw one row and repeat it, for an operation that fills or imitates a tensor.
+    """Draw one row and repeat it, for an operation that fills a tensor or returns one of its shape.
 
     The result is None for other operations.
     """
@@ -316,7 +316,7 @@ def _draw_row(draw: _Draw) -> Any:
 
 
 def _empty_row(like: Any) -> Any:
-    """Return an uninitialized tensor to draw the random values for one row of `like` into."""
+    """Return an uninitialized tensor that can hold the random values for one row of `like`."""
     # The rows are those of `like`, along its last axis. The returned tensor has as many values as
     # `_drawn_length` returns for a row, or a single value if `like` has fewer than two axes.
     if like.ndim < 2:
@@ -344,7 +344,7 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """Compute a randomized leaky ReLU with its mean slope, and write the slopes to `slopes`."""
+    """Compute a randomized leaky ReLU with the mean of its slopes, and write them to `slopes`."""
     # the backward pass uses `slopes`
     middle = (lower + upper) / 2
     slopes.copy_(torch.where(inputs < 0, middle, 1.0))

@@ -180,7 +180,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
-        """Call `after`, now that the backward pass of a loss has ended."""
+        """Call the recorder's `after` function, because the backward pass of a loss has ended."""
         self.losses += 1
         self._busy = True
         try:
@@ -356,7 +356,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, index: int) -> bool:
-        """Return whether the script had read a model's output before a call, as by `item()`.
+        """Return whether the script had read a model's output before a call, such as with `item()`.
 
         `index` is the index of the recorded call.
         """
@@ -392,7 +392,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _is_user_constant(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a small constant of the user's script, such as task weights.
 
-        Tensors of the batch and of the models aren't.
+        Tensors of the batch and of the models don't count.
         """
         if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
             return False
@@ -486,7 +486,10 @@ class LossRecord:
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """Return whether a call uses a tensor with one entry per row from outside the batch."""
+        """Return whether a call uses a tensor with one entry per row that isn't in the batch.
+
+        Parameters, buffers and results of earlier calls don't count.
+        """
         # a replay can't replace the rows of such a tensor
         known = {id(each) for each in self.batch}
         for model in self.models:

@@ -102,9 +102,9 @@ class _Interpretations:
         count: int,
         add_noise: bool,
     ) -> None:
-        """Audit the rows, with the constants that `count` selects treated as row counts.
+        """Audit the rows; the constants that `count` selects are treated as row counts.
 
-        An earlier audit's result is replaced only if this audit finds no difference. The other
+        The result of an earlier audit is replaced only if this one finds no difference. The other
         arguments are those of `audit_record`.
         """
         # `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES

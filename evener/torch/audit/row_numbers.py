@@ -24,12 +24,12 @@ APART = 7919  # between the seeds of two rows
 class RowRandomness(EvenRandomness):
     """Context manager in which random operations draw different numbers for each row.
 
-    A row gets the same numbers in whatever batch it is. Arguments:
+    A row gets the same numbers, whichever batch it is in. Arguments:
 
     - `first`: index of the pass's first row.
     - `rows`: row count of the pass.
-    - `by_row`: indices of the pass's random operations that have an entry for each row. The other
-      operations give every row the same numbers.
+    - `by_row`: indices of those random operations in the pass that have an entry for each row. The
+      other operations give every row the same numbers.
     """
 
     def __init__(self, first: int, rows: int, by_row: frozenset[int] = frozenset()) -> None:
@@ -66,10 +66,10 @@ def _find_size(function: Any) -> int | None:
 
 
 def _count_entries(given: Any, sized: int | None) -> int:
-    """Return the length of the first axis that a random operation draws; 0 for a scalar.
+    """Return the length of the first axis of what a random operation draws; 0 for a scalar.
 
-    `given` is the size to draw if `sized` isn't None; otherwise it is the operation's first
-    argument.
+    `sized` is the index of the operation's `size` parameter, or None if it has none. `given` is the
+    value of that parameter, or else the operation's first argument.
     """
     if sized is not None:
         return int(given[0]) if given else 0

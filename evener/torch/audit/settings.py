@@ -89,9 +89,9 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Record the current settings, and return whether one has changed after staying the same.
+        """Record the current settings; return whether one has changed that was stable before.
 
-        `check` is the number of this check.
+        `check` is the index of the current check.
         """
         changed = False
         before, self._values = self._values, {}
@@ -119,9 +119,9 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """Return whether a setting of the module has changed after staying the same.
+        """Return whether a setting of the module has changed that was stable before.
 
-        `check` is the number of this check.
+        `check` is the index of the current check.
         """
         if self._is_flat and self._is_same():
             return False
@@ -152,8 +152,8 @@ def _collect_settings(
 ) -> None:
     """Add a variable or attribute to `settings`, including the settings inside its value.
 
-    `holder` is the id of the object that it belongs to. Objects are searched up to `depth` levels
-    deep.
+    `holder` is the id of the object that the variable or attribute belongs to. Objects are searched
+    up to `depth` levels deep.
     """
     if len(settings) >= MOST or depth < 0:
         return
@@ -179,7 +179,10 @@ def _collect_settings(
 
 
 def _collect_object(value: Any, depth: int, settings: dict[Key, Any]) -> None:
-    """Add the settings in an object's attributes, and in those of its classes, to `settings`."""
+    """Add the settings in an object's attributes, and in those of its classes, to `settings`.
+
+    `depth` says how many levels of nested objects are searched.
+    """
     # classes that a library defines are left out
     for kind in type(value).__mro__:
         if kind is not object and not is_foreign(kind.__module__):
@@ -192,7 +195,7 @@ def _collect_members(
 ) -> None:
     """Add the attributes or items of `holder` to `settings`, unless their names begin with "_".
 
-    With a `depth` of 0, only numbers, flags and strings are added.
+    `members` has them by name. With a `depth` of 0, only numbers, flags and strings are added.
     """
     for name, each in list(members.items()):
         if isinstance(each, _PLAIN) or depth > 0:

@@ -94,10 +94,10 @@ class _Layout(msgspec.Struct, frozen=True, eq=False):
 
 
 class LineSums(msgspec.Struct, frozen=True, eq=False):
-    """Random sums of each line of several gradients' matrices, in the order of the gradients.
+    """Random sums of several gradients: one set of sums for each line (row of a gradient's matrix).
 
     `counts` has each gradient's number of lines. `lines` has shape (lines, PROJECTIONS), in
-    float64.
+    float64, with the lines of all gradients in order.
     """
 
     # the host adds up a gradient's lines, because a GPU takes 65 ms to load the operation
@@ -158,7 +158,7 @@ def _zero_sums(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
-    """Return the random sums of each line of several gradients, which share device and dtype."""
+    """Return the random sums of each line of several gradients of the same device and dtype."""
     # a gradient's sums don't depend on the other gradients
     flat = [_flatten(gradient) for gradient in gradients]
     width = _line_width(flat[0])
@@ -207,13 +207,9 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 
 
 class GradientSums:
-    """Adds up the random sums of gradients over several passes.
+    """Return how many tokens this rank has in a batch, without and with padding.
 
-    Arguments:
-
-    - `tensors`: trained tensors by name.
-    - `signs`: the random signs.
-    - `at_once`: whether all gradients fit in memory at the same time.
+    The batch begins at row `first` of the epoch's order.
     """
 
     # Without `at_once`, each gradient is summed and freed as soon as it is computed. The host waits
@@ -374,7 +370,7 @@ def _name_precision(dtype: torch.dtype, computed_dtypes: Collection[torch.dtype]
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Context manager that replaces all gradient hooks of a tensor by `function`.
+    """Context manager that replaces all gradient hooks of a tensor with `function`.
 
     If `function` is None, the tensor has no hooks inside the context.
     """

@@ -48,7 +48,10 @@ class AuditChange(msgspec.Struct, frozen=True, eq=False):
 
 
 class Computations(msgspec.Struct, frozen=True, eq=False):
-    """What an audit computes: the correct gradient, the training run's, and tests for causes."""
+    """What an audit computes: the correct gradient, the training run's, and variants of both.
+
+    The variants help to find the cause if the gradients differ.
+    """
 
     reference: Computation  # the correct computation
     trained: Computation  # the training run's computation
@@ -174,7 +177,10 @@ class _Comparison:
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """Return whether the gradients agree in a variant without one possible cause."""
+        """Return whether the gradients agree once a possible cause of the difference is left out.
+
+        `change` is the variant of the computations without that cause.
+        """
         wanted = self._reference
         if change.reference is not None:
             wanted = self._sketcher.sketch(change.reference)

@@ -359,9 +359,9 @@ class StepTimer:
         self._choose_at = 0
 
     def time_few(self) -> None:
-        """Time only few batches from now on, because timing slows down a host that is busy.
+        """Time only a few batches from now on, because the host is busy and timing slows it down.
 
-        Nothing changes if only some of the batches are already timed.
+        Nothing changes if some batches are already left untimed.
         """
         if self._choice is None:
             most = IF_HOST_LIMITS.most_stride
@@ -383,7 +383,8 @@ class StepTimer:
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
         """If files were written since the last step, count the time since then as file time.
 
-        `marks` has each phase so far with the time stamp of its beginning, and may be changed.
+        `marks` lists the phases so far with the time stamps of their beginnings; it is modified in
+        place.
         """
         # Bytes are counted only if the phase is long enough to matter, because counting takes
         # microseconds. So the count may include bytes of earlier steps.
@@ -391,7 +392,7 @@ class StepTimer:
             marks[-1] = (FILES, marks[-1][1])
 
     def _begin_between(self) -> None:
-        """Record on the host that the time between two steps begins."""
+        """Note the host's time at the beginning of the time between two steps."""
         self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def _has_written(self) -> bool:
@@ -400,7 +401,7 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """Count the time since the end of an untimed batch as file time, if files were written."""
+        """If files were written, count the time since the last untimed batch ended as file time."""
         # the whole time between the batches then counts as file time
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
@@ -685,7 +686,7 @@ class StepTimer:
         self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
     def _finish_timed(self, done: Any, is_step: bool) -> None:
-        """End a timed batch, whose end has the time stamp `done`.
+        """End a timed batch; `done` is the time stamp of its end.
 
         `is_step` is True if its gradients were computed or an optimizer has used them.
         """
@@ -903,7 +904,7 @@ def _add_up_between(phase_seconds: Mapping[Phase, float]) -> float:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return the time stamps that only this step uses, which can be recorded again."""
+    """Return the time stamps of a step that no other step uses, so that they can be reused."""
     # two phases may begin at the same mark, and the next step may use the last mark
     marks = [] if marked.requested is None else [marked.requested]
     for _, mark in (*marked.between_loops, *marked.marks):
@@ -975,7 +976,7 @@ def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def _idle_seconds() -> float:
-    """Return for how many seconds this thread hasn't run.
+    """Return how many seconds this thread has spent without running on a CPU.
 
     Only differences between two results are meaningful.
     """
@@ -1001,7 +1002,9 @@ class StepReporter:
 
     Arguments:
 
-    - `journal`: whether to record the training run; `evener launch` does so anyway.
+    - `shares`: the shares of all ranks.
+    - `timer`: measures the steps.
+    - `journal`: whether to record the training run; under `evener launch`, it is always recorded.
     - `noise`: measures the gradient noise scale, or None.
     """
 
@@ -1038,8 +1041,8 @@ class StepReporter:
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report a finished training step.
 
-        `rows` is the number of rows of this rank. `tokens` are the numbers of tokens in them,
-        without and with padding; zeros mean unknown.
+        `rows` is the number of rows that this rank computed. `tokens` says how many tokens they
+        have, without and with padding; zeros mean unknown.
         """
         if self.shares is self._described and self.reporter.count(rows, tokens):
             return
@@ -1086,7 +1089,7 @@ class StepReporter:
     def _read_memory(self) -> tuple[int, int]:
         """Return this process's peak memory and the device's total memory, in bytes.
 
-        Both are read every few seconds; the values in between are those of the last reading.
+        They are read only every few seconds; calls in between return the last values.
         """
         now = time.monotonic()
         if now >= self._memory_at + MEMORY_SECONDS:

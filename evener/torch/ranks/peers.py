@@ -94,7 +94,7 @@ class PeerWatcher:
         return f"evener/{self._number}/{name}/{rank}"
 
     def note(self, error: str) -> None:
-        """Write a note for the other ranks that this rank ends.
+        """Leave a note in the store that tells the other ranks that this rank is ending.
 
         `error` is its error, or "" if there is none. Only the first call has an effect.
         """

@@ -256,9 +256,10 @@ def join(device: Any, backend: str | None) -> None:
 
 
 def _place_group(number: int) -> dict[str, Any]:
-    """Return arguments for `init_process_group`, with separate store keys for each later group.
+    """Return arguments that make `init_process_group` use separate store keys for each group.
 
-    `number` is the number of groups that this process has created before.
+    `number` is the number of groups that this process has created before. For 0, the result is {},
+    and PyTorch uses torchrun's environment variables.
     """
     # For the first group, the result is empty, and PyTorch reads torchrun's environment variables.
     # Under torchrun, a second training run in a process uses the same store, in which the first

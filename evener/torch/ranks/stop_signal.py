@@ -58,8 +58,7 @@ class StopSignal:
     def is_agreed(self) -> bool:
         """Return whether any rank has received SIGTERM, with the same answer on all ranks.
 
-        Every rank has to call this once per step. Ranks communicate only about every quarter of a
-        second.
+        Every rank has to call this once per step. Ranks communicate only about four times a second.
         """
         if self._agreed or self._group is None:
             self._agreed = self._agreed or self._received

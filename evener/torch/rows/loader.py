@@ -61,7 +61,7 @@ class Epoch:
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """Return whether the loop has ended before its last batch was computed.
+        """Return whether the loop has ended although its last batch may still be computed.
 
         The result is False if the batch no longer exists.
         """
@@ -93,7 +93,7 @@ class StepListener:
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """Called after a step, with the row count of each rank.
 
-        `tokens` are this rank's numbers of tokens without padding and with padding.
+        `tokens` says how many tokens this rank's rows have, without and with padding.
         """
 
     def end(self, origin: Epoch) -> None:
@@ -428,7 +428,7 @@ class StepSampler:
         self.sampler.set_epoch(epoch)
 
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
-        """Return this rank's numbers of tokens in the given steps, without and with padding.
+        """Return how many tokens this rank has in the given steps, without and with padding.
 
         Both are 0 if the lengths of rows aren't known.
         """

@@ -92,7 +92,10 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return `given` as a one-dimensional int64 tensor on the CPU, or None if it isn't integers."""
+    """Return `given` as a one-dimensional int64 tensor on the CPU, or None if that isn't possible.
+
+    None is returned for anything but a flat sequence of integers.
+    """
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -295,10 +298,11 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the last batch's row count if ranks have other fractions of it than usual.
+        """Return the last batch's row count if ranks have other fractions of its rows than usual.
 
-        Otherwise the result is None. If the fractions may differ in every step, it is an object
-        that equals no other object.
+        The result is None if the last batch is divided in the same proportions as the others. If
+        the proportions may differ in every step, the result is an object that equals no other
+        object.
         """
         if self.changes or self.is_by_length:
             # equals no other object, because each step may weight ranks differently
@@ -344,11 +348,11 @@ class UnevenBatchSampler:
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return a context manager to run a training loop in, which does nothing in this class."""
+        """Return a context manager for running a training loop; in this class, it does nothing."""
         return nullcontext()
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return this rank's numbers of tokens in a batch, without and with padding.
+        """Return how many tokens this rank has in a batch, without and with padding.
 
         Both are 0 in this class, because the lengths of rows aren't known.
         """
@@ -397,7 +401,7 @@ class UnevenBatchSampler:
 
 
 class _CudnnAttention:
-    """Disables cuDNN's attention kernels as long as any loop needs that."""
+    """Keeps cuDNN's attention kernels disabled while at least one running loop needs that."""
 
     # PyTorch can turn it off only for the whole process, so the running loops are counted
 
@@ -407,7 +411,10 @@ class _CudnnAttention:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Context manager that disables cuDNN's scaled dot-product attention."""
+        """Context manager that disables cuDNN's attention.
+
+        The last one to end restores the setting.
+        """
         # the last context to end restores the setting from before the first
         if not self._loops:
             self._before = torch.backends.cuda.cudnn_sdp_enabled()

@@ -83,7 +83,7 @@ def _add_tensors(data: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def each_item(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return a copy of a dict, list, tuple or AssignedBatch, with each item transformed.
+    """Return a copy of a dict, list, tuple or AssignedBatch with `function` applied to each item.
 
     Any other object is returned unchanged.
     """
@@ -137,7 +137,7 @@ def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _has_an_item_for_each_row(data: Any, rows: int) -> bool:
-    """Return whether `data` is a list or tuple with one plain item, such as a text, per row."""
+    """Return whether `data` is a list or tuple with one plain item, such as a string, per row."""
     if not isinstance(data, (list, tuple)) or not data or len(data) != rows:
         return False
     nested = (list, tuple, MutableMapping)

@@ -266,7 +266,8 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups whose "params" are indices, as in an optimizer's state dict.
 
-    In the given groups, "params" is the number of parameters.
+    In the given groups, "params" is only the number of parameters. Indices count through all
+    groups.
     """
     numbers = count()
     return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]

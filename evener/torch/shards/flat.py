@@ -127,7 +127,10 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer that collects this rank's gradients, which is 0 at first."""
+        """Return the buffer that collects this rank's gradients.
+
+        It is created, filled with zeros, if it doesn't exist yet.
+        """
         # the reduction from an earlier use of the unit may still be running
         self.receive()
         if self._grads is None:
@@ -256,9 +259,10 @@ class Flat:
             slot.view = None
 
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of this rank's shard, with a view of it for each parameter.
+        """Return the gradient of this rank's shard, after creating it if it doesn't exist yet.
 
-        If it doesn't exist yet, it becomes `made`, or a new tensor of zeros if `made` is None.
+        A new one is the tensor `made`, or zeros if `made` is None. Each parameter gets a view of
+        it.
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made
@@ -295,7 +299,7 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _add_to_earlier(self, summed: torch.Tensor) -> None:
-        """Add a reduced gradient to the gradients of earlier passes or other losses."""
+        """Add a reduced gradient to the gradients from earlier passes or from other losses."""
         shard = self._make_views()
         fresh = [slot for slot in self.slots if not slot.received]
         for slot in fresh:

@@ -24,9 +24,10 @@ Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradient
 
 
 class PassRecord:
-    """Collectives and outputs of one forward and backward pass, for inputs of certain shapes.
+    """What a forward and backward pass did, for inputs of certain shapes: collectives and outputs.
 
-    A rank without rows repeats these, instead of computing the model.
+    A rank without rows runs these collectives again and returns these outputs, so that it doesn't
+    have to run the model.
     """
 
     def __init__(self, shapes: tuple[Any, ...]) -> None:
@@ -47,10 +48,10 @@ class PassRecord:
 
 
 class Follower:
-    """Lets a rank without rows run only the collectives of each pass, without the model.
+    """Lets a rank without rows take part in the collectives of each pass without running the model.
 
-    The first passes are computed. Once two consecutive passes had the same collectives, these are
-    repeated from then on.
+    At first, the model runs on a filler row. As soon as two consecutive passes have had the same
+    collectives, later passes only repeat these.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: Any) -> None:

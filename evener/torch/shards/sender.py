@@ -46,11 +46,11 @@ class DtypeRange(NamedTuple):
 
 
 class GradientCopy(NamedTuple):
-    """A copy of a parameter's gradient, or of a slice of it, into the memory to send.
+    """Where to copy a parameter's gradient, or a slice of it, in the send buffer.
 
     - `position`: index of the parameter.
     - `elements`: the slice of the gradient to copy, or None for all of it.
-    - `target`: the tensor to copy to.
+    - `target`: the tensor to copy to, a part of the send buffer.
     """
 
     position: int
@@ -104,7 +104,7 @@ class GradientSender:
         self.free()
 
     def _allocate(self, sizes: Sequence[int], others: Sequence[int], device: Any) -> None:
-        """Allocate the memory for sent and received gradients.
+        """Allocate the buffers for sent and received gradients.
 
         `sizes` are the bytes of each rank's part, and `others` are the other ranks.
         """
@@ -119,7 +119,7 @@ class GradientSender:
     def _split_by_ranks(
         self, sizes: Sequence[int], others: Sequence[int]
     ) -> dict[int, torch.Tensor]:
-        """Divide the memory for sent gradients, and return the part of each rank.
+        """Divide the send buffer, and return the part for each rank.
 
         `sizes` are the bytes of each part, and `others` are the other ranks. This rank's own part
         isn't sent.
@@ -130,7 +130,7 @@ class GradientSender:
         return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy this rank's weight and gradients to the memory to send, with zeros for None."""
+        """Copy this rank's weight and its gradients to the send buffer, with zeros for None."""
         if weight != self._weight:
             self._weight = weight
             self._weights.fill_(weight)
@@ -157,7 +157,7 @@ class GradientSender:
         copies: Sequence[GradientCopy],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copy all gradients of one dtype to the memory to send, with zeros for None."""
+        """Copy all gradients of one dtype to the send buffer, with zeros for None."""
         targets, sources = [], []
         for position, elements, target in copies:
             gradient = gradients[position]
@@ -195,10 +195,9 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return an upper bound for the gradients that a rank receives.
+    """Return an upper bound for the bytes of gradients that a rank receives from the others.
 
-    It is relative to the flat tensor: 1.0 means as many bytes as the flat tensor has. `ranks` is
-    the number of ranks.
+    1.0 stands for as many bytes as the flat tensor has. `ranks` is the number of ranks.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 
@@ -214,7 +213,10 @@ def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
 
 
 def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRange]:
-    """Return the ranges of each dtype in a rank's part, the elements from `start` to `stop` - 1."""
+    """Divide a rank's part of the flat tensor into one range of elements for each dtype.
+
+    The part has the elements from `start` to `stop` - 1.
+    """
     pieces: list[DtypeRange] = []
     byte = HEADER
     for segment in segments:  # the widest dtypes come first, so each piece is aligned

@@ -110,7 +110,7 @@ class Sharded:
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """Let this rank, which has no rows, run collectives without computing the model."""
+        """Make this rank, which has no rows, run only the collectives, but not the model."""
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _send_as_computed(self) -> None:
@@ -136,7 +136,7 @@ class Sharded:
             self.whole.hook(lambda: own.accumulated_whole(), lambda: own.weight)
 
     def _place_statistics(self, place: ShardRank) -> None:
-        """Move the tensors with which 4-bit weights are unpacked to the device.
+        """Move the tensors that are needed to unpack 4-bit weights to the device.
 
         Their values are copied from rank 0. Every rank has to call this.
         """
@@ -151,9 +151,10 @@ class Sharded:
                 spread(statistics)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """Raise a RequestError if the model shards any of these parameters, else return False.
+        """Raise a RequestError if any of these parameters is sharded, else return False.
 
-        `parameters` has their ids. An object that sums gradients of an unsharded model calls this.
+        `parameters` has their ids. This is called for parameters whose gradients another object is
+        about to sum.
         """
         if not parameters.isdisjoint(map(id, self.parameters)):
             raise RequestError(
@@ -167,9 +168,10 @@ class Sharded:
         self.weight = weight
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Prepare for a backward pass that begins at the model's outputs.
+        """Register hooks on the model's outputs, which run when a backward pass reaches them.
 
-        If `sync` is False, gradients are accumulated and reduced after a later pass.
+        If `sync` is False, gradients are accumulated and reduced after a later pass. `batch` is the
+        batch that the outputs were computed from.
         """
         self._batch, self._sums = batch, sync
 
@@ -243,7 +245,7 @@ class Sharded:
     def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
         """Register gradient hooks on a unit's outputs, and return whether any requires a gradient.
 
-        Raises RequestError for outputs of a type in which tensors can't be found.
+        Raises RequestError if the outputs have a type that evener can't find tensors in.
         """
         seen = list(_find_tensors(outputs))
         watched = [each for each in seen if isinstance(each, torch.Tensor) and each.requires_grad]
@@ -286,9 +288,10 @@ class Sharded:
     # ------------------------------------------------------------------ a backward pass
 
     def arm(self, batch: Any) -> None:
-        """Prepare for a backward pass that has just begun at the model's outputs.
+        """Set up the shards for a backward pass, which has just reached outputs of the model.
 
-        `batch` is the batch of these outputs. Raises RequestError with `create_graph=True`.
+        `batch` is the batch that these outputs were computed from. Raises RequestError with
+        `create_graph=True`.
         """
         # once per backward pass; for further outputs, only record that it has reached them
         if torch.is_grad_enabled():
@@ -346,7 +349,7 @@ class Sharded:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """Gradient hook of unsharded parameters that prepares for a new backward pass."""
+        """Gradient hook of unsharded parameters, which calls `arm` once per backward pass."""
         if self._task is None:
             self.arm(self._batch)
 
@@ -379,7 +382,7 @@ class Sharded:
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
         """Raise a RequestError if the user's loop cleared gradients before they were summed.
 
-        `is_there` returns whether the kept gradient of a parameter still exists.
+        `is_there` returns whether the gradient that was kept for a parameter still exists.
         """
         waits = self.keeps and self.waits
         if waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):

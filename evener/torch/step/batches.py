@@ -87,7 +87,11 @@ class BatchTracker:
         self._only: TakenBatch | None = None  # the current batch, if no other is possible
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """Record a batch that a loader is about to yield."""
+        """Record a batch that a loader is about to yield.
+
+        `origin` is the loop over the loader, `sizes` has the row count of each rank, and `data` is
+        this rank's rows.
+        """
         BatchTracker.newest = weakref.ref(self)
         if not (self._epochs and self._epochs[-1] is origin):
             others = [epoch for epoch in self._epochs if epoch not in (origin, self._manual)]
@@ -127,8 +131,9 @@ class BatchTracker:
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
         """Return the batch that a model's inputs belong to, and mark it as used.
 
-        The result is None if no batch may be computed now. `training` is whether the model is in
-        training mode. Raises RequestError if batches with different weights are possible.
+        The result is None if no batch is waiting to be computed. `training` is whether the model is
+        in training mode, and `match` finds the batches that the inputs come from. Raises
+        RequestError if several batches are possible and their weights differ.
         """
         found = self._only
         if found is None:
@@ -145,7 +150,10 @@ class BatchTracker:
         return found
 
     def _list_candidates(self, training: bool) -> list[Epoch]:
-        """Return the loops over loaders whose batches a forward pass may compute."""
+        """Return the loops over loaders that the next forward pass may take its batch from.
+
+        `training` is whether the model is in training mode.
+        """
         # Usually the training loops that haven't ended, or all of them if all have ended; without
         # training loops, the newest loop. In evaluation mode, a newest loop for validation is the
         # only one.
@@ -159,9 +167,10 @@ class BatchTracker:
         return _list_training(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that `data` comes from, or None if it doesn't matter which one it is.
+        """Return the batch that `data` comes from; None if all possible batches have equal weights.
 
-        Raises RequestError if batches with different weights are possible.
+        `match` finds the batches that share tensors with `data`. Raises RequestError if batches
+        with different weights are possible.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)
@@ -180,7 +189,7 @@ class BatchTracker:
 
 
 def _list_training(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """Return the training loops whose batches a forward pass may compute."""
+    """Return the training loops that the next forward pass may take its batch from."""
     # usually those that haven't ended, or all of them if all have ended
     trained = [epoch for epoch in epochs if epoch.training]
     running = [each for each in trained if each.open]

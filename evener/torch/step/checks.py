@@ -231,7 +231,8 @@ def _check_detected(exchanges: list[Exchange]) -> None:
 def _has_summed(exchanges: list[Exchange], earlier_sums: dict[int, int]) -> bool:
     """Return whether any exchange has all-reduced gradients since the optimizer's last step.
 
-    `earlier_sums` has the number of sums of each exchange at that step, by the exchange's id.
+    `earlier_sums` maps the id of each exchange to the number of sums that it had completed at that
+    step.
     """
     return any(exchange.sums > earlier_sums.get(id(exchange), 0) for exchange in exchanges)
 

@@ -88,10 +88,9 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return the rows that one of the queued passes computes, as a Part with its own weight.
+        """Return the part's rows that belong to one of the queued passes, as a Part of their own.
 
-        `turn` says which rows these are. If they are all of this part's rows, the part itself is
-        returned.
+        `turn` is that pass. If it has all rows of this part, the part itself is returned.
         """
         # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:

@@ -136,7 +136,7 @@ class Recovery:
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
-        """Update the maximum number of rows per pass, which can rise again once memory suffices."""
+        """Update the maximum number of rows per pass, which may rise if memory has become free."""
         self.limit.begin_batch(self._bytes_of_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
@@ -196,8 +196,8 @@ class Recovery:
     def look_for_collectives(self, running: RunningPass) -> None:
         """Check whether the user's loop has communicated with other ranks during a pass.
 
-        Raises DeviceError if it has, and the pass computes only some rows of a pass that ran out of
-        memory.
+        If it has, and the pass has only some of the rows of a pass that ran out of memory, this
+        raises DeviceError: the ranks would run different numbers of collectives.
         """
         # ranks would then run different numbers of collectives
         if not running.has_used_collectives():

@@ -88,7 +88,11 @@ class BatchWeights(BatchTracker):
         self._scaled_pass: int | None = None
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """Record a batch that a loader is about to yield."""
+        """Record a batch that a loader is about to yield.
+
+        `origin` is the loop over the loader, `sizes` has the row count of each rank, and `data` is
+        this rank's rows.
+        """
         super().take(origin, sizes, data)
         if origin.training:
             self.look_for_tensors()
@@ -105,9 +109,9 @@ class BatchWeights(BatchTracker):
         forget_frozen()  # of models that no longer exist, too
 
     def look_for_tensors(self) -> None:
-        """Find trained tensors that no module owns, and weight their gradients, too.
+        """Find trained tensors that no module owns, so that their gradients are weighted, too.
 
-        The search is made only once.
+        Only the first call searches for them.
         """
         if self.shares.world == 1 or self.are_averaged:
             return
@@ -251,8 +255,8 @@ class BatchWeights(BatchTracker):
         """Set the weight of a model's gradients when a backward pass begins.
 
         `batch` is what `forward` returned. `before` is the batch that the same backward pass
-        reached earlier; it is `batch` if there is none. Raises RequestError if batches with
-        different weights are mixed, or if the loss wasn't scaled.
+        reached earlier, or `batch` itself if this is the first one. Raises RequestError if batches
+        with different weights are mixed, or if the loss wasn't scaled.
         """
         if isinstance(batch, RequestError):
             raise batch

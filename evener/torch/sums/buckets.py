@@ -96,9 +96,10 @@ class Bucket:
             self._drop_folded(index)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Fill the bucket with weighted gradients and flags, if no `.grad` is a view of it yet.
+        """Fill the bucket with weighted gradients and flags, and make each `.grad` a view of it.
 
-        `flags` also has the values that ranks compare.
+        This is for gradients that aren't views of the bucket yet. `flags` also has the values at
+        the end of the bucket, which ranks compare.
         """
         # calls as few functions of PyTorch as possible
         if self._fuses and weight not in (0.0, 1.0):
@@ -206,7 +207,10 @@ class Bucket:
                     self._parameters[index].grad = self._views[index]
 
     def _drop_folded(self, index: int) -> None:
-        """Set a parameter's gradient to 0 among those that `fold` has set aside."""
+        """Set one parameter's gradient to 0 in the gradients that `fold` has set aside.
+
+        `index` is the parameter's index in the bucket.
+        """
         # the user's loop may have cleared the parameter's gradient in the meantime
         if self._hold is not None:
             self._held_views[index].zero_()
@@ -466,7 +470,7 @@ class EarlierGradients:
                 add_each(*map(list, zip(*added, strict=True)))
 
     def close(self) -> None:
-        """End a pass, whose changes to the gradients can't be undone from now on."""
+        """End a pass; its changes to the gradients can't be undone any more."""
         self.opened = self.late = self.apart = False
 
     def forget_failure(self) -> None:

@@ -86,13 +86,14 @@ class Exchange:
     - `group`: process group; None is the default one.
     - `bucket_bytes`: size of a bucket; None chooses it.
     - `broadcast_buffers`: whether to copy the first rank's buffers after they change.
-    - `single_rank`: True if there are no other ranks, and only failed passes have to be undone.
+    - `single_rank`: True if there are no other ranks, so that nothing is summed, and only failed
+      passes have to be undone.
 
     Every rank of the group has to create one. Raises RequestError if ranks have different models,
     or if the model is sharded. These attributes are callbacks:
 
-    - `begun`: called when a backward pass reaches outputs of a batch, with this batch and the
-      one that the same pass has reached before.
+    - `begun`: called when a backward pass reaches the outputs for a batch. Its arguments are this
+      batch, and the batch whose outputs the same backward pass reached before.
     - `ready`: called when the last gradient is computed.
     - `sent`: called when all buckets are sent.
     - `done`: called when all sums are complete.
@@ -399,7 +400,7 @@ class Exchange:
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Make new buckets, in the order in which the first rank computes its gradients.
+        """Create new buckets, ordered by when the first rank computes each gradient.
 
         `seen` has the ids of this rank's parameters in the order of their gradients. Every rank has
         to call this.
@@ -500,7 +501,8 @@ def is_in_backward(task: int) -> bool:
 def exchanged_parameters() -> dict[int, bool]:
     """Return the ids of all parameters whose gradients evener weights and sums over ranks.
 
-    They are the keys of a dict. A value is True once the parameter's model has completed a sum.
+    The result is a dict with these ids as keys. A value is True if the parameter's model has
+    already completed a sum.
     """
     every = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     exchanges = [exchange for exchange in every if not exchange.single_rank]

@@ -68,9 +68,9 @@ class LinkMember:
             self._groups[members] = dist.new_group(list(members))
 
     def measure(self, members: tuple[int, ...]) -> LinkSums:
-        """Measure the all-reduces of a group.
+        """Measure the speed of a group's all-reduces.
 
-        Every member of the group has to call this.
+        `members` are the ranks in the group. Every one of them has to call this.
         """
         return measure_sums(self._groups[members], self._rank, members, self._device)
 

@@ -49,7 +49,7 @@ class RankNoise:
         self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch with these row counts by rank, or () if they are unknown.
+        """Begin a batch; `sizes` has the row count of each rank, or is () if they are unknown.
 
         `updates` is the number of optimizer steps so far.
         """
@@ -128,7 +128,7 @@ class RankNoise:
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
-        """Return the row counts by rank of each batch in this step."""
+        """Return the row counts of all ranks for each batch in this step."""
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
