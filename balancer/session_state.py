@@ -358,8 +358,7 @@ def _find_earlier(plan: Plan, single: Evidence) -> float:
         for evidence in plan.evidence
         if evidence.kind == "one_device"
         and evidence.layout.global_batch == single.layout.global_batch
-        # not the plan's own devices
-        and _positions(evidence.layout) != _positions(plan.layout)
+        and _positions(evidence.layout) == _positions(single.layout)
     ]
     most = max(same, default=0.0)
     return most if most > _speed(single) else 0.0

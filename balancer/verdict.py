@@ -211,6 +211,8 @@ class LeftOut(msgspec.Struct, frozen=True):
     rows: int = 0  # rows that didn't fit
     enough_seconds: int = 0  # a budget that should be enough
     loss: float = 0.0  # the loss if it were used
+    tie: bool = False  # the loss is too close to call
+    # of "no_time": those of a measurement before the final comparison, or 0
     samples_per_second: float = 0.0
     hosts: int = 0
     global_batch: int = 0

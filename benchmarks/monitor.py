@@ -300,7 +300,7 @@ def report(
 
 Written by `python -m benchmarks.monitor` on {platform.processor() or platform.machine()}, {os.cpu_count()} cores,
 Python {platform.python_version()}; load average at the start {load:.1f}. Eight simulated devices, one reading a second,
-a terminal of {COLUMNS} x {ROWS}, {seconds:.0f} s each after {SETTLE_SECONDS:.0f} s to settle. CPU is user plus system
+a terminal of {COLUMNS} x {ROWS}, {seconds:.0f} s each after {SETTLE_SECONDS:.0f} s of warm-up. CPU is user plus system
 time of the whole process, as a share of one core.
 
 | program | CPU | memory (resident) | written to the terminal |

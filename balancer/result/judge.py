@@ -123,11 +123,11 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
         left_out=(
             *(LeftOut("request", "", "impossible", text) for text in report.options.left_out),
             *find_unequal_rows(report),
-            *find_not_compared(report, len(labels)),
-            *find_unmeasured(report, len(labels), end),
+            *find_not_compared(report, labels),
+            *find_unmeasured(report, labels, end),
             *measurements.find_left_out(seen, devices, chosen.layout),
             *_find_left_out_hosts(report, devices),
-            *_find_idle_devices(report, labels),
+            *_find_idle_devices(report, rivals, labels),
         ),
         notes=record.header.notes,
         short_budget=find_short_budget(report, seen, end),
@@ -150,7 +150,9 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
         failed=sum(isinstance(one, Failed) for one in seen),
         sum_loss=_find_sum_loss(report, rivals, limits) if known else None,
         unequal_devices=measurements.find_unequal_devices(
-            _map_rates_alone(report, rivals), devices
+            _map_rates_alone(report, rivals),
+            {one.layout.active[0]: _rate(one) for one in _list_compared_alone(report, rivals)},
+            devices,
         ),
         limits=limits,
     )
@@ -417,7 +419,9 @@ def _describe_rival(
     earlier = [
         other.throughput.value
         for other in alone
-        if layout.traits.alone and other.layout.global_batch == layout.global_batch
+        if layout.traits.alone
+        and other.layout.active == layout.active
+        and other.layout.global_batch == layout.global_batch
     ]
     return Rival(
         kind=kind,
@@ -586,7 +590,9 @@ def _find_cause_of_lost_time(
     return "unexplained"
 
 
-def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
+def _find_idle_devices(
+    report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
+) -> Iterator[LeftOut]:
     """Yield the working devices that the plan doesn't use, each with the reason.
 
     The reason is that the fastest layout with this device isn't faster than the plan, or that no
@@ -613,6 +619,7 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
             list_samples(fastest.layout),
             global_batch=fastest.layout.global_batch,
             loss=-printed_gain(fastest.throughput.value, chosen.throughput.value),
+            tie=any(one.tie for one in rivals if one.layout == fastest.layout),
             samples_per_second=fastest.throughput.value,
         )
 
@@ -691,10 +698,10 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
     return ObjectiveReached(objective.name, own, report.problem.max_slowdown, gain)
 
 
-def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
+def find_not_compared(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
     """Yield the layouts that couldn't be compared because they failed or ran out of memory."""
     for candidate, seen in report.failed:
-        name = _name_missing(candidate, devices)
+        name = _name_missing(candidate, labels)
         if isinstance(seen, Failed):
             yield LeftOut("layout", name, "failed", seen.detail.rstrip("."))
         else:
@@ -710,7 +717,9 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
             yield LeftOut("family", family.plural, "by_rows")
 
 
-def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Iterator[LeftOut]:
+def find_unmeasured(
+    report: SearchReport, labels: Sequence[str], end: SearchEnd
+) -> Iterator[LeftOut]:
     """Yield the layouts that weren't measured for lack of time, with a budget that should suffice.
 
     Yields nothing if the search had no budget or was interrupted.
@@ -719,15 +728,22 @@ def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Itera
     if report.problem.budget_seconds is None or cut:
         return
     enough = _round_enough(report)
+    rates = {result.layout.shares: result.throughput.value for result in report.results}
     for one in report.unmeasured:
-        yield LeftOut("layout", _name_missing(one, devices), "no_time", enough_seconds=enough)
+        name, earlier = _name_missing(one, labels), rates.get(one.layout.shares, 0.0)
+        yield LeftOut("layout", name, "no_time", enough_seconds=enough, samples_per_second=earlier)
     for one in report.ungrown:
-        yield LeftOut("layout", name_layout(one, devices), "packs_growing", enough_seconds=enough)
+        yield LeftOut(
+            "layout", name_layout(one, len(labels)), "packs_growing", enough_seconds=enough
+        )
 
 
-def _name_missing(candidate: Candidate, devices: int) -> str:
-    """Return the name of a layout that wasn't measured."""
-    if candidate.family.equal_shares and len(candidate.layout.active) == devices:
+def _name_missing(candidate: Candidate, labels: Sequence[str]) -> str:
+    """Return the name of a layout that wasn't measured, or only before the final comparison."""
+    layout, devices = candidate.layout, len(labels)
+    if layout.traits.alone and devices > 1 and not layout.knobs:
+        return f"{labels[layout.active[0]]} alone at {layout.global_batch} samples"
+    if candidate.family.equal_shares and len(layout.active) == devices:
         # the plan may be an even split over fewer devices
         over = "both" if devices == 2 else f"all {devices}"
         return f"equal shares over {over} devices"

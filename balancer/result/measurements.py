@@ -216,15 +216,19 @@ UNEQUAL_RATIO = 1.25
 
 
 def find_unequal_devices(
-    rates: Mapping[tuple[int, int], Interval], devices: Sequence[Device]
+    rates: Mapping[tuple[int, int], Interval],
+    printed: Mapping[int, float],
+    devices: Sequence[Device],
 ) -> UnequalDevices | None:
     """Return two devices of the same product that differ much in speed, or None.
 
-    `rates` are the samples/s of each device alone, by device position and global batch. Two
-    devices are compared at the largest batch at which both were measured. One must be at least 1.25
-    times as fast as the other, and the intervals must not overlap. Pairs with samples/s that are
-    too uncertain to compare are left out. If there are several such pairs, the one with the largest
-    ratio is returned.
+    - `rates`: the samples/s of each device alone, by device position and global batch.
+    - `printed`: those that the result prints for each device, by position, each at its own batch.
+
+    Two devices are compared at the largest batch at which both were measured. One must be at least
+    1.25 times as fast as the other, and faster in what is printed too. The intervals must not
+    overlap. Pairs with samples/s that are too uncertain to compare are left out. If there are
+    several such pairs, the one with the largest ratio is returned.
     """
     batches = defaultdict[int, set[int]](set)
     for position, batch in rates:
@@ -237,6 +241,8 @@ def find_unequal_devices(
         batch = max(common)
         fast, slow = rates[i, batch], rates[j, batch]
         if not is_known(fast, slow) or fast.low <= slow.high:
+            continue
+        if printed.get(i, fast.value) <= printed.get(j, slow.value):
             continue
         times = 1 + printed_gain(fast.value, slow.value)
         if times >= max(UNEQUAL_RATIO, found.ratio if found else 0.0):

@@ -239,9 +239,12 @@ def _find_even_split(verdict: Verdict) -> Rival | None:
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
-    """Return the best layout over several devices that can be compared with the plan, or None."""
-    splits = [rival for rival in verdict.rivals if rival.kind in SPLITS]
-    return next(filter(_can_be_stated, splits), None)
+    """Return the best layout over several devices that can be compared with the plan, or None.
+
+    If there is none, it is the best of those whose samples/s are too uncertain to compare.
+    """
+    splits = [rival for rival in verdict.rivals if rival.kind in SPLITS and _can_be_stated(rival)]
+    return max(splits, key=lambda one: one.gain is not None, default=None)
 
 
 def find_alone(verdict: Verdict) -> Rival | None:
@@ -258,7 +261,9 @@ def find_alone(verdict: Verdict) -> Rival | None:
 def _name_split(verdict: Verdict, split: Rival) -> str:
     """Return the name of a layout over several devices, followed by the rows of each."""
     # the global batch is added if it isn't the plan's; for many devices, the shares are left out
-    name = split.name if split.kind == "equal_shares" else f"the {split.name}"
+    name = _drop_batches(split)
+    if split.kind != "equal_shares" and not name.startswith("another "):
+        name = f"the {name}"
     other = split.global_batch != verdict.chosen.global_batch
     if len(split.batches) > MOST_DEVICES:
         return name + (f" of {split.global_batch} samples" if other else "")
@@ -533,7 +538,8 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
             yield (
                 f"{left_out.name} is left out: "
                 f"the fastest split with it ({left_out.detail}{whole}) reached "
-                f"{rate(left_out.samples_per_second)} samples/s, {_write_loss(left_out.loss)}."
+                f"{rate(left_out.samples_per_second)} samples/s, {_write_loss(left_out.loss)}"
+                f"{', which is too close to call' if left_out.tie else ''}."
             )
     untried = [left_out.name for left_out in verdict.left_out if left_out.reason == "not_tried"]
     if untried and verdict.stopped in ("interrupted", "cut_off"):
@@ -566,7 +572,7 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
         return
     faster = [rival for rival in verdict.rivals if rival.why_not is not None]
     faster.sort(key=lambda one: -one.rate.samples_per_second)
-    larger = [one for one in faster if one.why_not == "tolerance"][:MOST_NAMED]
+    larger = _pick_named([one for one in faster if one.why_not == "tolerance"])
     if larger:
         found = [
             f"{one.global_batch} samples a step ({_write_batches(one)}) reach "
@@ -579,9 +585,15 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
         if any(_relative_gain(verdict, one) > verdict.tolerance for one in larger):
             why = f"when it was chosen, the plan was the smallest batch that is {slow}"
         yield f"With a larger batch: {', '.join(found)}; {why}."
-    for one in [one for one in faster if one.why_not != "tolerance"][:MOST_NAMED]:
+    for one in _pick_named([one for one in faster if one.why_not != "tolerance"]):
         name = one.name[:1].upper() + one.name[1:]
         yield f"{name} reached {_write_faster(verdict, one)}{_write_why_not(one)}."
+
+
+def _pick_named(rivals: Sequence[Rival]) -> list[Rival]:
+    """Return the first of these layouts, and those that have a line of their own in the result."""
+    listed = [one for one in rivals[MOST_NAMED:] if one.kind in ("equal_shares", "one_device")]
+    return [*rivals[:MOST_NAMED], *listed]
 
 
 def _write_faster(verdict: Verdict, rival: Rival) -> str:
@@ -654,8 +666,8 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
     if single is not None and single.earlier_samples_per_second and verdict.rate.known:
         now, earlier = rate(single.rate.samples_per_second), rate(single.earlier_samples_per_second)
         yield (
-            f"One device alone at {single.global_batch} samples, measured alternately with the "
-            f"plan: {now} samples/s now, {earlier} earlier."
+            f"{single.name} at {single.global_batch} samples, measured alternately with the plan: "
+            f"{now} samples/s now, {earlier} earlier."
         )
 
 
@@ -950,7 +962,9 @@ def _warn_of_time(left_out: Sequence[LeftOut]) -> Iterator[str]:
     missing = [one for one in left_out if one.reason == "no_time"]
     if missing:
         enough = f"--budget {missing[0].enough_seconds}s should be enough"
-        names = join_words([one.name for one in missing])
+        names = join_words(
+            [f"{one.name}{' again' if one.samples_per_second else ''}" for one in missing]
+        )
         yield f"The budget left no time to measure {names}; {enough}."
     growing = [one for one in left_out if one.reason == "packs_growing"]
     if growing:
@@ -1144,10 +1158,18 @@ def write_end(verdict: Verdict, reason: str) -> str:
     tied = [rival for rival in verdict.rivals if rival.tie][:MOST_NAMED]
     if not tied:
         return "The turns that are left would not make the samples/s more certain."
-    names = join_words([f"{one.name} ({_write_batches(one)})" for one in tied])
+    names = join_words([f"{_drop_batches(one)} ({_write_batches(one)})" for one in tied])
     one_layout = len(tied) == 1 and tied[0].kind != "equal_shares"
     tie = "ties" if one_layout else "tie"
-    return f"{names} {tie} with the plan, and the turns that are left would not change that."
+    return (
+        f"{names[:1].upper()}{names[1:]} {tie} with the plan, and the turns that are left would "
+        f"not change that."
+    )
+
+
+def _drop_batches(rival: Rival) -> str:
+    """Return a layout's name without the rows of each device, which some names end with."""
+    return rival.name.removesuffix(f", {' + '.join(map(str, rival.batches))}")
 
 
 # ---------------------------------------------------------------------- what to do next

@@ -25,7 +25,6 @@ from evener.balancer.types import (
     Problem,
     Stage,
     Stop,
-    Timed,
     layout_of,
     solo,
 )
@@ -390,10 +389,8 @@ def a_loss_that_is_not_finite() -> Verdict:
 
 @verdict
 def one_of_two_like_devices_is_slower() -> Verdict:
-    def alone(position: int, seconds: float) -> Timed:
-        return turn(solo(2, position, 64), seconds, (seconds, seconds))
-
-    return uneven(seen=[alone(0, 0.1), alone(1, 0.19)])
+    alone = [candidate("solo", solo(2, i, 64)) for i in range(2)]
+    return uneven(results=(result(alone[0], 640), result(alone[1], 337)))
 
 
 @verdict
@@ -412,7 +409,7 @@ def a_search_that_ended_in_a_tie() -> Verdict:
 
 
 @verdict
-def one_device_that_was_faster_before() -> Verdict:
+def another_device_that_was_faster_before() -> Verdict:
     """Return a verdict in which GPU:1 was raced alone.
 
     GPU:0 had 2 271 samples/s at the same batch before.
@@ -421,6 +418,14 @@ def one_device_that_was_faster_before() -> Verdict:
     solos = (result(SOLO, 2271), result(OTHER, 1801))
     ranking = [standing(OTHER, 1801, 1801 / 2100 - 1)]
     return judged(chosen, ranking, solos=solos, results=(chosen, *solos))
+
+
+@verdict
+def one_device_that_was_faster_before() -> Verdict:
+    """Return a verdict in which GPU:1 was raced alone in two passes, and in one before."""
+    chosen, before = result(SPLIT, 2100), result(OTHER, 2271)
+    ranking = [standing(candidate("solo", solo(2, 1, 256, 128)), 1801, 1801 / 2100 - 1)]
+    return judged(chosen, ranking, solos=(None, before), results=(chosen, before))
 
 
 def whole_text(found: Verdict) -> str:

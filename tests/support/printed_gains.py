@@ -40,7 +40,11 @@ NOT_COMPARED = ("too uncertain", "none was measured near", "less than in the pla
 WHOLE = re.compile(r"^(?:together|in all) +(?P<samples>\d+)")
 MORE = re.compile(rf"(?P<rate>{NUMBER}) samples/s, (?P<more>[\d.]+) % more")
 WITHIN = re.compile(r"\(--tolerance (?P<part>[\d.]+) %\)")
-FASTER_ELSEWHERE = re.compile(r"; (?P<names>[^;]+) (?:was|were) faster with another batch")
+FASTER_ALONE = re.compile(
+    r"; (?P<names>[^;]+?) (?:was|were) (?P<why>faster with another batch|measured too roughly alone"
+    r"|slower alone than in the plan|faster alone than the plan)"
+)
+INSIDE = re.compile(rf"^(?P<device>\S+) .* \d\.\d{{3}} +(?P<rate>{NUMBER}|-)  ")
 TWINS = re.compile(
     r"and (?P<fast>\S+) was (?P<times>[\d.]+) times as fast alone at (?P<batch>\d+) samples a step"
     r": .* uses (?P<slow>\S+)\.$"
@@ -48,6 +52,11 @@ TWINS = re.compile(
 LESS = re.compile(
     rf"reached (?P<rate>{NUMBER}) samples/s, (?P<less>[\d.]+) % (?P<word>less|more) than the plan"
 )
+UNCERTAIN = re.compile(
+    rf"(?:^|, )(?P<name>{NAME}) (?:is|are) too uncertain to compare \(± (?P<error>[\d.]+) %\)"
+)
+WITH_IDLE = re.compile(r"the fastest split with it \((?P<batches>[^)]*)\)")
+NO_TIME = re.compile(r"The budget left no time to measure (?P<names>.*); --budget")
 OF_SUM = re.compile(r"The plan reaches (?P<part>\d+) % of the sum")
 BAR = re.compile(rf"^ (?P<name>.+?) +▇+ +(?P<rate>~?{NUMBER})(?:  (?P<gain>\S.*?))? *$")
 PLAN_GAIN = re.compile(r"plan (?P<sign>[+-])(?P<gain>[\d.]+) %")
@@ -80,7 +89,8 @@ class Printed(NamedTuple):
     error: float
     shares: str
     alone: dict[str, tuple[float, int]]  # samples/s and batch in the table's column, by device
-    faster_elsewhere: list[str]  # devices that were faster alone with a batch that isn't compared
+    inside: dict[str, float]  # samples/s in the column "in the plan", by device
+    not_compared: dict[str, str]  # why devices that were faster alone aren't compared, by device
     rivals: list[Line]
     rest: list[str]
 
@@ -92,10 +102,12 @@ def number(text: str) -> float:
 
 def read_result(lines: Sequence[str]) -> Printed:
     """Find the parts of what `evener balance` prints."""
-    rivals, alone = [], dict[str, tuple[float, int]]()
+    rivals, alone, inside = [], dict[str, tuple[float, int]](), dict[str, float]()
     headline = next(line for line in lines if "   " in line and "samples/s" in line and _has(line))
     for line in lines[: lines.index(headline)]:
-        found, row = RIVAL.match(line), TABLE.match(line)
+        found, row, part = RIVAL.match(line), TABLE.match(line), INSIDE.match(line)
+        if part is not None and part["rate"] != "-":
+            inside[part["device"]] = number(part["rate"])
         if found is not None:
             rivals.append(_read_rival(found, line))
         elif row is not None:
@@ -112,16 +124,17 @@ def read_result(lines: Sequence[str]) -> Printed:
         float(figure["error"] or 0.0),
         total["samples"],
         alone,
-        _read_faster(lines),
+        inside,
+        _read_not_compared(lines),
         rivals,
         rest,
     )
 
 
-def _read_faster(lines: Sequence[str]) -> list[str]:
-    """Return the devices that a note under the table says were faster with another batch."""
-    found = next((match for line in lines if (match := FASTER_ELSEWHERE.search(line))), None)
-    return re.split(", | and ", found["names"]) if found is not None else []
+def _read_not_compared(lines: Sequence[str]) -> dict[str, str]:
+    """Return the devices that a note under the table says aren't compared, with the reason."""
+    notes = [found for line in lines for found in FASTER_ALONE.finditer(line)]
+    return {name: note["why"] for note in notes for name in re.split(", | and ", note["names"])}
 
 
 def _has(line: str) -> bool:
@@ -155,6 +168,8 @@ def find_faults(lines: Sequence[str]) -> Iterator[str]:
     yield from _alone_faults(printed)
     yield from _twin_faults(printed)
     yield from _split_faults(printed)
+    yield from _uncertain_faults(printed)
+    yield from _time_faults(printed)
     if printed.error > UNKNOWN and "too uncertain to compare" not in printed.headline:
         yield f"compared though ± {printed.error} %: {printed.headline}"
     ties = [line for line in printed.rest if "leading layouts tie" in line]
@@ -211,9 +226,10 @@ def _clause_faults(printed: Printed) -> Iterator[str]:
 def _is(one: Line, over: str) -> bool:
     if over in EQUAL:
         return "equal shares" in one.name
-    if over.startswith(("the ", "equal shares (")) and over.endswith(")"):
+    if over.startswith(("the ", "another ", "equal shares (")) and over.endswith(")"):
         name, _, batches = over.removesuffix(")").removeprefix("the ").partition(" (")
-        return one.name == name and one.where == batches.partition(" =")[0].replace(" ", "")
+        where = batches.partition(" =")[0].replace(" ", "")
+        return one.name.partition(", ")[0] == name and one.where == where
     return one.name in (over, f"the other device alone, {over.removesuffix(' alone')}")
 
 
@@ -312,8 +328,8 @@ def _write(rival: Line) -> str:
 def _alone_faults(printed: Printed) -> Iterator[str]:
     """Check that each device has one throughput at one batch when it trains alone.
 
-    The device named as the fastest one must be the fastest; where an earlier measurement was
-    higher, the text has to say so.
+    The device named as the fastest one must be the fastest, or the text has to say why not. An
+    earlier throughput beside that of the final comparison must be of the same device.
     """
     for rival in printed.rivals:
         label = rival.name.removesuffix(" alone").removeprefix("the other device alone, ")
@@ -326,28 +342,58 @@ def _alone_faults(printed: Printed) -> Iterator[str]:
             name
             for name, (speed, _) in printed.alone.items()
             if speed > rival.rate
-            and name not in (label, *printed.faster_elsewhere)
+            and name not in (label, *printed.not_compared)
             # the plan's own device
             and not printed.headline.partition(f" on {name} alone")[1]
         ]
-        excused = EARLIER.search(rival.text)
-        if others and excused is None:
+        if others:
             yield f"{others} alone are faster in the table: {rival.text}"
+        earlier = EARLIER.search(rival.text)
+        speeds = [speed for name, (speed, _) in printed.alone.items() if name != label]
+        if earlier is not None and number(earlier["earlier"]) in speeds:
+            yield f"the earlier throughput is another device's: {rival.text}"
+    for name, why in printed.not_compared.items():
+        slower = name in printed.inside and printed.alone[name][0] < printed.inside[name]
+        if slower != ("slower" in why) and "another batch" not in why and "roughly" not in why:
+            yield f"{name} was {why}: {printed.alone[name]}, {printed.inside.get(name)} in the plan"
 
 
 def _twin_faults(printed: Printed) -> Iterator[str]:
-    """Check the speeds of two equal devices, where the column "alone" has both at that batch."""
+    """Check which of two equal devices is the faster one in the column "alone".
+
+    If the column has both at the batch of the warning, their ratio must be that of the warning.
+    """
     for line in printed.rest:
         found = TWINS.search(line)
         if found is None:
             continue
         fast, slow = (printed.alone.get(found[name]) for name in ("fast", "slow"))
         batch = int(found["batch"])
-        if fast is None or slow is None or (fast[1], slow[1]) != (batch, batch):
+        if fast is None or slow is None:
             continue
         times = fast[0] / slow[0]
+        if (fast[1], slow[1]) != (batch, batch):
+            times = float(found["times"])
         if fast[0] <= slow[0] or abs(times - float(found["times"])) > 0.05 + 1e-9:
             yield f"{slow} and {fast} in the table: {line}"
+
+
+def _uncertain_faults(printed: Printed) -> Iterator[str]:
+    """Check that what the headline calls too uncertain to compare isn't compared elsewhere."""
+    for clause in UNCERTAIN.finditer(printed.headline.rpartition("   ")[2]):
+        named = [one for one in printed.rivals if _is(one, clause["name"])]
+        if not any(f"± {clause['error']} %" in one.text and not one.compared for one in named):
+            yield f"no line for {clause['name']!r}, too uncertain to compare: {printed.headline}"
+
+
+def _time_faults(printed: Printed) -> Iterator[str]:
+    """Check that no device is both measured and not measured for lack of time, at one batch."""
+    for line in printed.rest:
+        found = NO_TIME.search(line)
+        names = re.split(", | and ", found["names"]) if found is not None else []
+        for device, (_, batch) in printed.alone.items():
+            if f"{device} alone at {batch} samples" in names:
+                yield f"{device} was measured alone at {batch}: {line}"
 
 
 def _split_faults(printed: Printed) -> Iterator[str]:
@@ -358,6 +404,11 @@ def _split_faults(printed: Printed) -> Iterator[str]:
             said = float(found["less"]) * (-1 if found["word"] == "less" else 1)
             true = 100 * (number(found["rate"]) / printed.own - 1)
             yield from _differs(true, said, found["less"], line)
+        idle = WITH_IDLE.search(line)
+        ties = TIE.finditer(printed.headline)
+        tied = idle is not None and any(f"({idle['batches']}" in tie["tie"] for tie in ties)
+        if tied and "too close to call" not in line:
+            yield f"a tie in the headline, and a loss here: {line}"
         of_sum = OF_SUM.search(line)
         if of_sum is not None and total is not None and total.gain is not None:
             yield from _differs(100 + total.gain, float(of_sum["part"]), of_sum["part"], line)

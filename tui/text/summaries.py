@@ -354,7 +354,7 @@ def _explain_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequence[str]
 
 
 def _explain_faster_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequence[str]) -> str:
-    """Name the devices that were faster alone at a batch size other than the compared one.
+    """Name the devices that were faster alone than the compared one, and why they aren't compared.
 
     `solos` maps the position of a device to its measurement in the column "alone".
     """
@@ -363,18 +363,30 @@ def _explain_faster_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequen
         return ""
     own = plan.layout.batches if plan.layout.traits.alone else ()
     speed, batch = single.throughput.samples_per_second, single.layout.global_batch
-    faster = [
-        labels[i]
-        for i, solo in solos.items()
-        if solo.throughput.samples_per_second > speed
-        and solo.layout.global_batch != batch
-        and not (own and own[i])
-    ]
-    if not faster:
-        return ""
-    was = "was" if len(faster) == 1 else "were"
-    names = join_words(faster)
-    return f"; {names} {was} faster with another batch than the {batch} samples that are compared"
+    found: dict[str, list[str]] = {}
+    for i, solo in solos.items():
+        is_faster = solo.throughput.samples_per_second > speed and not (own and own[i])
+        if is_faster and single.layout.batches[i] != solo.layout.global_batch:
+            found.setdefault(_find_reason(plan, i, solo, batch), []).append(labels[i])
+    return "".join(
+        f"; {join_words(names)} {'was' if len(names) == 1 else 'were'} {reason}"
+        for reason, names in found.items()
+    )
+
+
+def _find_reason(plan: Plan, position: int, solo: Evidence, batch: int) -> str:
+    """Return why a device that was faster alone than the compared one isn't compared.
+
+    `batch` is the global batch of the compared device.
+    """
+    if solo.layout.global_batch != batch:
+        return f"faster with another batch than the {batch} samples that are compared"
+    if not is_known(throughput_interval(solo.throughput)):
+        return "measured too roughly alone to compare"
+    within = plan.layout.share[position].ratio * plan.throughput.samples_per_second
+    if within > solo.throughput.samples_per_second:
+        return "slower alone than in the plan, and not compared"
+    return "faster alone than the plan before the plan was measured again, and not compared"
 
 
 def frontier_table(verdict: Verdict | None) -> Table:

@@ -104,8 +104,8 @@ def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
     """Return the texts of all alerts with their times, as lines."""
     if not alerts:
         words = (
-            "No alert so far: a device that is hot, throttled, silent, or idle while a training "
-            "waits on it, and a training below its plan, is told here."
+            "No alert so far: devices that are hot, throttled, silent, or idle while a training "
+            "waits on them are listed here, and trainings that are slower than their plan."
         )
         return text_lines(words, width, 4, "dim")
     return tuple(

@@ -175,7 +175,8 @@ def reported(search: Search) -> SearchReport:
 
 def missing_in(search: Search, devices: int, stop: Stop = Stop.BUDGET) -> list[LeftOut]:
     """Return what the budget left out."""
-    return list(find_unmeasured(reported(search), devices, SearchEnd(End(stop), 20.0)))
+    labels = [f"SIM:{i}" for i in range(devices)]
+    return list(find_unmeasured(reported(search), labels, SearchEnd(End(stop), 20.0)))
 
 
 def short_budget(search: Search, prober: SlowStarts, stop: Stop) -> ShortBudget | None:
