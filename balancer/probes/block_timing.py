@@ -217,7 +217,7 @@ class BlockTimer:
         return over
 
     def _start_second_round(self) -> bool:
-        """Discard the measurement if it has drift or throttling, and begin a second one.
+        """Discard the measurement if it shows drift or throttling, and begin a second one.
 
         Returns False if nothing was discarded, for example because this already is the second
         measurement.
@@ -402,7 +402,7 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Return the mean breakdown of a step over several blocks of one rank."""
+    """Return how the step time of one rank breaks down, as a mean over several blocks."""
 
     def mean(seconds: Sequence[float | None]) -> float | None:
         known = [each for each in seconds if each is not None]

@@ -351,9 +351,9 @@ class ChildProber:
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
         """Return the largest share for an extra first step with a smaller batch.
 
-        TensorFlow traces a function for the first batch size, and at the second batch size once
-        more for all sizes. The extra step keeps this out of the measurement. Returns 0 if no such
-        step is needed.
+        TensorFlow traces a function for the first batch size. At the second batch size, it traces
+        it once more, for all sizes. The extra step keeps this out of the measurement. Returns 0 if
+        no such step is needed.
         """
         request = self._resolved.request
         traced = (

@@ -179,7 +179,7 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
 
 
 def is_host_memory(types: Sequence[str], text: str) -> bool:
-    """Return whether an exception means that memory of the host ran out, and not of a GPU.
+    """Return whether an exception means that the host's memory ran out, rather than a GPU's.
 
     `types` are the names of its class and base classes. On CPU devices, both are the same memory.
     """

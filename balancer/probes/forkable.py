@@ -74,7 +74,7 @@ class BuildWatch:
     def watching(self) -> Iterator[None]:
         """Context manager that records which environment variables about the rank are read.
 
-        Within it, the lookup of `os.environ` is replaced.
+        While it is active, lookups in `os.environ` are intercepted.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         kind = type(os.environ)

@@ -170,10 +170,11 @@ class LocalHost:
 
 
 class HostService(LocalHost):
-    """Manages probe processes on another host for the search; it runs in the agent there.
+    """Manages the probe processes on one of the other hosts, on behalf of the search.
 
-    Processes are addressed by keys. `script` is a copy of the user's script, which is written to a
-    temporary folder; None for a built-in workload. Its methods may be called at the same time.
+    It runs in that host's agent. Processes are addressed by keys. `script` is a copy of the user's
+    script, which is written to a temporary folder; None for a built-in workload. Its methods may be
+    called at the same time.
     """
 
     def __init__(
@@ -310,7 +311,7 @@ class RemoteHost:
         threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
 
     def ask(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call a method of the HostService on that host, and restart the service once if it died.
+        """Call a method of the HostService on the remote host; restart the service once if it died.
 
         Raises HostLostError if the host doesn't answer.
         """
@@ -341,7 +342,7 @@ class RemoteHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> RemoteChild:
-        """Start a probe process on that host.
+        """Start a probe process on the remote host.
 
         Raises HostLostError if the host doesn't answer.
         """
@@ -361,7 +362,7 @@ class RemoteHost:
                 self.ask("end", key)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait until the drivers on that host answer.
+        """Wait until the drivers on the remote host answer.
 
         Raises StoppedError once `stop` is set.
         """
@@ -370,7 +371,7 @@ class RemoteHost:
             raise StoppedError
 
     def close(self) -> None:
-        """End the HostService on that host, and all of its probe processes."""
+        """End the HostService on the remote host, and all of its probe processes."""
         if not self._closed.is_set():
             self._closed.set()
             self.service.close()
@@ -400,7 +401,7 @@ class RemoteHost:
 
 
 class Hosts:
-    """All hosts with devices of a request, which may include this machine.
+    """All hosts that have devices in a request; this machine may be one of them.
 
     Raises DeviceError if a host can't be reached.
     """
@@ -485,7 +486,7 @@ class Hosts:
         return found
 
     def available_memory_bytes(self) -> int:
-        """Return the free memory, in bytes, of the host with the least.
+        """Return the free memory of the host that has the least, in bytes.
 
         Returns 0 if all hosts are lost.
         """

@@ -104,7 +104,7 @@ def build_commands(
     ranks: RankMap,
     peers: tuple[str, ...] = (),
 ) -> list[Build]:
-    """Return a build command for each rank of a layout, which makes it build the user's workload.
+    """Return the commands that make each rank of a layout build the user's workload.
 
     `peers` has the address or the file at which each rank meets the others; empty if the ranks
     train independently.

@@ -1,4 +1,4 @@
-"""Program of one rank in a measurement of links, which times all-reduces between devices."""
+"""The program that each rank runs when links are measured: times all-reduces between devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Join(msgspec.Struct, frozen=True, tag=True):
     """Command: form a process group with the other ranks.
 
-    The ranks meet in `file`. A communicator is made for each of `groups`.
+    The ranks meet in `file`. A communicator is created for each of `groups`.
     """
 
     file: str

@@ -85,7 +85,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """A task of the ranks as two forms of a verb, such as "join" and "joined", for errors."""
+    """What ranks are doing, for error messages: two verb forms, such as "join" and "joined"."""
 
     verb: str
     past: str
@@ -254,9 +254,9 @@ def _measure_over_transport(
 def _measure_with_new_processes(
     devices: Sequence[Device], labels: tuple[str, ...], transport: Transport, program: Sequence[str]
 ) -> LinkMeasurement:
-    """Measure one set of devices in processes of its own.
+    """Measure a single set of devices in processes that are started for this measurement.
 
-    This is done after a failure of other processes, or if there is only one set to measure.
+    This is done after other processes have failed, or if there is only one set to measure.
     """
     group: LinkGroup | None = None
     try:
@@ -350,7 +350,7 @@ class LinkGroup:
     ) -> list[_Reply]:
         """Wait for a reply of this kind from each member; return them in the order of `members`.
 
-        `task` names in error messages what the ranks are doing. If `late_seconds` is given, the
+        `task` says what the ranks are doing, for error messages. If `late_seconds` is given, the
         other ranks have only this long after the first reply. Raises LinkError if a rank fails or
         doesn't reply in time.
         """

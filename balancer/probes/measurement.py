@@ -226,9 +226,9 @@ class Measurement:
         self._keep_batch(False, stop)
 
     def _keep_batch(self, keep: bool, stop: threading.Event) -> bool:
-        """Tell all ranks to reuse one batch for all further steps, or to load new batches again.
+        """Tell all ranks to reuse one batch for all further steps if `keep`, else to load new ones.
 
-        `keep` is True to reuse one batch. Returns whether all ranks can do so.
+        Returns whether all ranks can do so.
         """
         replies = self._group.call(lambda _: KeepBatch(keep), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
@@ -360,7 +360,7 @@ class Measurement:
         )
 
     def _own_seconds(self, replies: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
-        """Return how many seconds each rank computed in a block, without waiting for other ranks.
+        """Return how many seconds of a block each rank computed, without waiting for other ranks.
 
         Returns an empty tuple if this can't be measured.
         """

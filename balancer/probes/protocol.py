@@ -52,11 +52,15 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Command: set the process's shares and passes, and run the first step.
+    """Command: set the shares and passes of a layout, and run the first step.
 
-    With `costs`, rows are assigned by the cost of their length, in passes of at most `tokens`
-    padded tokens; `length` makes all rows equally long. `micro` limits the rows per pass of each
-    share; empty means one pass each. The reply is `Prepared`.
+    - `shares`: how many rows each device of the layout computes per step.
+    - `micro`: the most rows per pass of each share; empty means one pass each.
+    - `costs`: if given, rows are assigned by the cost of their length, in passes of at most
+      `tokens` padded tokens.
+    - `length`: if above 0, all rows have this length.
+
+    The reply is `Prepared`.
     """
 
     shares: tuple[int, ...]
@@ -221,7 +225,7 @@ class Exited(msgspec.Struct, frozen=True):
 
 
 class InvalidReply(msgspec.Struct, frozen=True):
-    """A line that a probe process wrote and that isn't a reply."""
+    """A line from a probe process that isn't a valid reply."""
 
     text: str
 
@@ -236,7 +240,7 @@ Message = Reply | Exited | InvalidReply | HostLost
 
 
 def parse_reply(text: bytes) -> Reply | InvalidReply:
-    """Decode a line as a reply, or return an InvalidReply with its start."""
+    """Decode a line as a reply, or return an InvalidReply with the beginning of the line."""
     try:
         return reply_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

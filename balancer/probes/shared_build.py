@@ -53,10 +53,10 @@ class SharedRecipe:
 
 
 class BuildChannel:
-    """A probe process's end of a socket, over which its parent requests more processes.
+    """A probe process's end of the socket over which its parent requests more processes.
 
-    The requests are for a copy of the probe process: it has the workload in memory, and forks the
-    new processes. `run` is what each of them executes.
+    The process builds the workload, and may then leave a copy of itself that has the workload in
+    memory. The copy answers the requests: it forks the new processes, which each execute `run`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A probe process: builds one workload and runs its steps on commands of its parent.
+"""A probe process: builds one workload, and runs its steps when its parent sends commands.
 
 It runs on CPU cores of its own. When this module is run as a program, it is the fork server, which
 imports the framework and then forks a probe process for each request.
@@ -171,9 +171,9 @@ class Worker:
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
         """Try to free memory after a step ran out of memory, so that the process can continue.
 
-        Returns `reply`, updated by whether this succeeded. If the error isn't about memory, `reply`
-        is returned unchanged. Before the workload is built, `reply` only says whose
-        memory ran out.
+        Returns `reply` with the outcome added, or unchanged if the error isn't about memory. Before
+        the workload is built, nothing is freed; the returned reply then only says whether the
+        memory of the host or of a device ran out.
         """
         if not error_is_memory(reply.types, reply.text):
             return reply
@@ -280,7 +280,7 @@ class Worker:
     def _name_takers(self, starved: Starvation) -> str:
         """Return the names of programs that competed with this process for its CPU cores.
 
-        Returns "" if they took hardly any CPU time from it.
+        Returns "" if `starved` shows that they took hardly any CPU time from it.
         """
         if starved.part < NAMED_FROM:
             return ""

@@ -5,8 +5,8 @@ Rules:
 1. The package is deterministic and has no side effects: no clock, file, thread, logging, framework
    or randomness. Time is known only from the seconds that observations report.
 2. The next probes depend on the set of observations, not on their order: `tell` adds to the set,
-   and everything else is computed from it. Only failures are counted: the same failure, reported
-   twice, counts as two attempts.
+   and everything else is computed from it. Only failures are counted: if the same failure
+   is reported twice, these are two attempts.
 3. Only measured results are reported.
 
 Theory: a synchronous step of a set A of devices takes
@@ -40,9 +40,9 @@ Stages:
    batch, this may happen before the first split.
 3. `race`: every requested family (`balancer/families`) names its candidates, and all are measured
    in turns. They are compared within each turn, so that drift of the machine's speed between turns
-   cancels (`ranking`). The best single device always takes part. Packs of several trainings grow
-   while they gain (`packing`). A candidate gets another turn while it may still gain more than
-   0.2 %; a tie that the rest of the budget can't resolve remains a tie.
+   cancels (`ranking`). The best single device always takes part. The number of jobs in a pack grows
+   as long as that is faster (`packing`). A candidate gets another turn while it may still gain more
+   than 0.2 %; a tie that the rest of the budget can't resolve remains a tie.
 4. The rest of the budget may be spent on more exploration, and on racing what that finds. Finally,
    the chosen layout is measured again (stage `check`), because the samples/s for which it was
    chosen may have been high by chance. If the new samples/s are certainly lower than in all turns

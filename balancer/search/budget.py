@@ -99,8 +99,8 @@ class Budget:
     ) -> float:
         """Return how many seconds a probe should measure, without its warm-up.
 
-        If steps are so slow that the probe should time only one, this is half of a step's time: a
-        probe with less time than one step takes times exactly one.
+        If steps are so slow that the probe should time only one, this is half of a step's time,
+        because a probe that is given less time than a step takes runs exactly one step.
 
         - `probes_left`: the number of probes that share the remaining time, including this one.
         - `step_seconds`: the expected step time. If it is None, it is measured or predicted.
@@ -201,7 +201,12 @@ class Budget:
     def least_seconds(
         self, layout: Layout, step_seconds: float | None = None, steps: int | None = None
     ) -> float:
-        """Return the seconds of the shortest useful probe, with process start and warm-up."""
+        """Return the seconds of the shortest useful probe, with process start and warm-up.
+
+        - `step_seconds`: the expected step time. If it is None, it is measured or predicted.
+        - `steps`: how many steps the probe has to time. If it is None, as few as is sensible for
+          the step time.
+        """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)
         measured = max(SHORTEST_PROBE_SECONDS, fewest * step)
@@ -282,10 +287,10 @@ class Budget:
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return the warm-up seconds of a layout of which only single steps were timed so far.
+        """Return how long the next probe warms up, if only single steps of the layout were timed.
 
         Probes of a single step have no warm-up, so the overhead measured by them doesn't include
-        it.
+        it. 0 if the layout never ran, or if several steps were timed.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.is_single_step for one in own):

@@ -40,7 +40,7 @@ STRIDE = 32
 
 
 class DeviceModel:
-    """Predicts a device's step time for any number of rows, and how many rows fit in it."""
+    """Predicts a device's step time for any number of rows, and how many rows fit in its memory."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch up to which `lower_bound` is used as a step time of the device alone.
+        """The largest batch for which `lower_bound` may predict the step time of the device alone.
 
         0 as long as no batch has run.
         """
@@ -226,7 +226,7 @@ class DeviceModel:
 
     @cached_property
     def pass_rows(self) -> int:
-        """The best micro-batch for gradient accumulation; 0 if the device can't use that.
+        """The best micro-batch for gradient accumulation; 0 if the device can't use it.
 
         It is the largest micro-batch that fits, or a smaller one if that is clearly faster per row.
         """
@@ -266,7 +266,7 @@ class DeviceModel:
 
     @cached_property
     def extra_seconds(self) -> float:
-        """Overhead in seconds of each further gradient-accumulation pass; 0 if not measured.
+        """Overhead in seconds of each additional gradient-accumulation pass; 0 if not measured.
 
         Negative if a part of the step, such as the optimizer's, isn't repeated in each pass.
         """
@@ -280,7 +280,7 @@ class DeviceModel:
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
         """Extend a curve of this device to more rows than fit in memory, by gradient accumulation.
 
-        It is returned unchanged if gradient accumulation can't be used, or is included already.
+        Returns the curve unchanged if gradient accumulation can't be used, or is included already.
         """
         rows = min(self.pass_rows, device.limit)
         if not rows or not isinstance(device.curve, Curve):
@@ -291,10 +291,11 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def with_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """Return a curve of the device that uses the fastest micro-batch for a large share.
+        """Return the device's curve, with gradient accumulation where that is faster than one pass.
 
-        It predicts the time of a requested global batch on this device alone. Without such a batch,
-        or if one pass is fastest, it is `curve` up to `limit`.
+        It predicts the time of a requested global batch on this device alone, in passes with the
+        fastest micro-batch. If no global batch was requested, or if one pass is fastest, the result
+        is `curve` up to `limit`.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch

@@ -190,7 +190,7 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(self._why_uncertain())
 
     def _why_uncertain(self) -> Stop:
-        """Return why the search measures its plan no more, although its speed is uncertain."""
+        """Return why the chosen layout isn't measured any more, although its speed is uncertain."""
         has_time = self.best is not None and self.budget.affords(
             self.best.layout, Stage.CHECK, steps=FEWEST_STEPS
         )
@@ -327,8 +327,8 @@ class Evaluation:
         """Return the measured layouts from which the winner is chosen.
 
         They have the requested global batch. A layout that wasn't in the final comparison must be
-        of a requested kind, and must differ measurably from those that were. If that leaves none,
-        the condition is dropped.
+        of a requested kind, and must differ measurably from those that were. A condition that no
+        layout meets is ignored.
         """
         fit = [
             one
@@ -346,7 +346,7 @@ class Evaluation:
     def _results_that_ran(self) -> dict[Layout, Result]:
         """The samples/s of each measured layout that is expected to run again.
 
-        If no layout is expected to, these are all layouts that ran.
+        If none is expected to, all layouts that ran are included.
         """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
@@ -380,8 +380,8 @@ class Evaluation:
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """Return a layout's measurements from the final comparison, by round.
 
-        Without such measurements, they are those of the solo stage, in which the other devices were
-        busy too.
+        If it has none, its measurements from the solo stage are returned, in which the other
+        devices were busy too.
         """
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 
@@ -481,9 +481,9 @@ class Evaluation:
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """The next larger number of jobs on a device, where more jobs have been faster so far.
+        """Layouts with the next larger number of jobs on a device, if more jobs may be faster.
 
-        There is one layout for each way to share a device.
+        There is one for each way to share a device if the largest number so far is the fastest.
         """
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]

@@ -76,7 +76,7 @@ class FamilyView:
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """The searches for the best number of jobs on one device, by the way to share that device.
+        """The searches for the best number of jobs on one device, one for each way to share it.
 
         Empty if no such layout is wanted, or if no device runs its batch in one pass.
         """

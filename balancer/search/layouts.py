@@ -63,9 +63,9 @@ BALANCE = LayoutOptions(
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A layout that may take part in the final comparison, with its layout family.
+    """A layout that may take part in the final comparison, and the layout family that proposed it.
 
-    `extra` marks an optional candidate: if there was no time to measure it, users aren't informed.
+    `extra` marks an optional candidate: if there is no time to measure it, users aren't informed.
     """
 
     family: Family
@@ -145,8 +145,8 @@ def same_measurement(one: Layout, other: Layout, tolerance: float = TIE) -> bool
 def is_no_larger(one: Layout, other: Layout) -> bool:
     """Whether `one` needs at most as much memory as `other` on every device.
 
-    Both must use the same devices. If shares depend on the lengths of rows, only equal layouts
-    count.
+    Both must use the same devices. If shares depend on the lengths of rows, this is True only for
+    equal layouts.
     """
     if not (one.by_rows and other.by_rows):
         return one == other

@@ -87,7 +87,7 @@ def fit_sync_costs(samples: Sequence[SyncSample], largest: int) -> tuple[float, 
 def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
     """Return the weighted mean of the samples' seconds; 0 without samples.
 
-    Each sample is a number of other devices, the seconds and the weight.
+    Each sample is a tuple of the number of other devices, the seconds and the weight.
     """
     weights = math.fsum(weight for _, _, weight in samples)
     if not weights:
@@ -266,9 +266,9 @@ class MachineModel:
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
-        """Curve of compute time of each usable device while the other devices compute too.
+        """Compute time of each usable device by its number of rows, while the others compute too.
 
-        Each comes with the most rows of one pass.
+        Each curve comes with the most rows that the device should compute in one pass.
         """
         found = []
         for position in self.live:

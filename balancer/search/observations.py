@@ -125,11 +125,11 @@ class Observations:
         return sorted(settled, key=lambda one: order_probe(one.probe))
 
     def timed(self, *stages: Stage) -> list[Timed]:
-        """Return the observations with step times, from these stages or from all."""
+        """Return the observations that have step times, from these stages or from all."""
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
     def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
-        """Return a layout's observations with step times, from these stages or from all."""
+        """Return a layout's observations that have step times, from these stages or from all."""
         wanted = stages or STAGES
         own = self._by_layout.get(layout, {}).values()
         timed = (one for one in own if isinstance(one, Timed))
@@ -172,8 +172,8 @@ class Observations:
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """Return a winner's later measurements if they show that the machine has become slower.
 
-        They do if the winner was measured again and was slower than in all rounds before. Later
-        rounds of the final comparison are included. Empty otherwise.
+        They do if the winner was measured again and was slower than in all rounds before. Its later
+        rounds in the final comparison are returned too. Empty otherwise.
         """
         checks = self._valid_checks(timed)
         if not checks:
@@ -191,7 +191,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return the measurements that were made of a layout after it had won, by round.
+        """Return a layout's measurements from after it won, by round.
 
         Measurements in which a device was throttled are left out if the device has recovered since.
         """
@@ -202,9 +202,9 @@ class Observations:
         return {one.probe.turn: one for one in valid}
 
     def turns_after_choice(self, layout: Layout) -> Turns:
-        """Return a layout's measurements since it was first measured again as the winner.
+        """Return a layout's measurements since the first one that checked it as the winner.
 
-        Empty if it never was. They are numbered from 0.
+        Empty if it was never checked in this way. They are numbered from 0.
         """
         seen = self.timed_in(layout, Stage.CHECK, Stage.RACE, Stage.KNOBS)
         checks = (one.probe.turn for one in seen if one.probe.stage == Stage.CHECK)
@@ -227,7 +227,7 @@ class Observations:
         return next((one for one in own if not isinstance(one, Timed)), None)
 
     def sharded_failures(self) -> list[OutOfMemory]:
-        """Return how sharded layouts ran out of memory in the final comparison or later.
+        """Return the failures of sharded layouts that ran out of memory in the race or later.
 
         The elapsed seconds of these observations are set to 0, because that time doesn't belong to
         the search for sharded layouts.
@@ -262,7 +262,7 @@ class Observations:
         return all(self.leaves_room(i, one) for one in ran for i in layout.active)
 
     def leaves_room(self, position: int, timed: Timed) -> bool:
-        """Whether a step's peak memory on a device fits beside what other processes hold now."""
+        """Whether a step's peak memory on a device fits next to what other processes hold now."""
         _, others_bytes = self._others_bytes[position]
         if not others_bytes:
             return True
@@ -271,7 +271,10 @@ class Observations:
         return used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
-        """Return the bytes of a device that other processes leave free; None if unknown."""
+        """Return how much of a device's memory other processes leave free, in bytes.
+
+        None if the size of the memory is unknown.
+        """
         limit = self._problem.memory_bytes[position]
         if limit is None:
             return None
@@ -295,9 +298,9 @@ class Observations:
         return sorted(found, key=order_probe)
 
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
-        """Return the seconds that probes took in these stages, or in all stages.
+        """Return the seconds that probes took in these stages, or in all stages if none are given.
 
-        Of probes that ran at the same time, the longest counts. Rounds of the final comparison
+        If probes ran at the same time, only the longest counts. Rounds of the final comparison
         after `until_turn` are left out.
         """
         wanted = stages or STAGES

@@ -114,7 +114,7 @@ class Offers:
 
 
 def _without_duplicates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Leave out layouts that a measurement couldn't distinguish from an earlier one."""
+    """Leave out layouts that a measurement couldn't distinguish from one earlier in the list."""
     kept: list[Candidate] = []
     splits: list[Layout] = []
     for candidate in candidates:

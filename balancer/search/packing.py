@@ -75,7 +75,7 @@ class Packing:
 
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
-        """All observations of several jobs on this device, in increasing number of jobs."""
+        """All observations of several jobs on this device, ordered by number of jobs."""
         found = []
         for one in self._policy.seen.in_stage(Stage.PACK):
             layout = one.probe.layout
@@ -147,7 +147,7 @@ class Packing:
 
     @cached_property
     def _memory_per_training(self) -> Memory:
-        """Memory use of one job by batch, measured alone or beside other jobs."""
+        """Memory use of one job by batch, measured alone or next to other jobs."""
         memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:

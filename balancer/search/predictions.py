@@ -84,7 +84,7 @@ class Predictions:
         )
 
     def split_within(self, seconds: float) -> Allocation | None:
-        """Return the fastest allocation to several devices in which none computes too long.
+        """Return the fastest allocation to several devices in which no device computes too long.
 
         `seconds` is the longest compute time allowed, without gradient exchange. None if no
         allocation is that fast, or if a global batch was requested.
@@ -146,7 +146,7 @@ class Predictions:
     def best_single_rate(self) -> float:
         """The highest samples/s of a single device while the other devices are idle.
 
-        For devices that weren't measured in this way, they are predicted.
+        For devices that weren't measured in this way, the samples/s are predicted.
         """
         found = [
             self.machine.others_idle.get(i) or self.single(i)
@@ -206,7 +206,7 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return the smallest batch of each device alone with at least `rate` samples/s.
+        """Return the smallest batch with which each device alone reaches `rate` samples/s.
 
         None for a device that can't reach it.
         """
@@ -229,8 +229,8 @@ def split_over_hosts(
     """Return the fastest allocation, which may leave out whole hosts.
 
     Using fewer hosts can be faster, because exchange between hosts is slow. `solve` is called for
-    each single host, then for all hosts. After that, the host with the fewest rows is left out
-    repeatedly, and `solve` is called for the others.
+    each single host, then for all hosts. After that, the host with the fewest rows is left out,
+    again and again, and `solve` is called for the hosts that remain.
 
     - `hosts`: the host of each device, by position.
     - `costs`: exchange seconds, by number of hosts and number of devices.

@@ -3,8 +3,8 @@
 A turn, or round, is one measurement of each layout that may still win. In the first one (turn 0),
 every layout is measured once. Layouts with high expected samples/s and a short probe come first. If
 a step over several devices, or a device with the others idle, was measured in an earlier stage,
-that measurement counts as the layout's turn 0. Then larger numbers of jobs per device are tried
-while they gain.
+that measurement counts as the layout's turn 0. Then larger numbers of jobs per device are tried as
+long as they are faster.
 
 Later turns decide which layout is the fastest. They end when another one isn't worth its time. The
 winner is measured with each requested knob (a tuning option such as XLA or mixed precision).
@@ -35,7 +35,7 @@ FEW_STEPS = 24
 
 
 class Race:
-    """The final comparison: the best layouts are measured in alternation until one wins.
+    """The final comparison: the best layouts are measured in turns until one wins.
 
     In a round (turn), each layout that may still win is measured once.
     """
@@ -203,9 +203,9 @@ class Race:
     # ------------------------------------------------------------------ packs
 
     def _grow_packs(self) -> tuple[Probe, ...]:
-        """Return a probe with the next larger number of jobs on one device, if that may gain.
+        """Return a probe with the next larger number of jobs on one device, if it might be faster.
 
-        Afterwards, there must still be time for a round of all layouts.
+        Empty if that probe wouldn't leave enough time for a round of all layouts.
         """
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
@@ -282,7 +282,11 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner without tuning options and with each of them; empty if none was requested."""
+        """The layouts that show which tuning options help; empty if no option was requested.
+
+        They are the winner without any option, and the winner with each of them. Layouts that have
+        failed are left out.
+        """
         if not self._without_knobs or not self.options.knobs:
             return []
         winner = self._without_knobs[0].candidate

@@ -1,4 +1,4 @@
-"""The state of a search as data, from which its result is written."""
+"""Everything that a search found out, as data from which its result is written."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ class RowPolicy:
     def _singles_by_rate(self) -> list[Layout]:
         """Return the layouts on a single device, fastest first.
 
-        If the batch is free, they are those that ran. If a global batch was requested, there is one
-        layout with it for each device, if it fits.
+        If a global batch was requested, there is one layout for each device that can hold it. If
+        the batch is free, they are the layouts that ran.
         """
         batch = self.problem.global_batch
         if batch is None:
@@ -291,8 +291,8 @@ class RowPolicy:
         """Return the measured layout with the smallest batch within the tolerance, or None.
 
         The tolerance is relative to the samples/s of `leader`. Batches above `largest_batch` count
-        only if they were measured again after being chosen, because one of many batches seems fast
-        enough by chance.
+        only if they were measured again after being chosen, because one of many batches may seem
+        fast enough by chance.
         """
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
@@ -305,7 +305,7 @@ class RowPolicy:
     def _nearest_raced(self, layout: Layout, measured: Iterable[Layout]) -> Layout:
         """Return a measured layout with nearly the same shares; the layout itself if there is none.
 
-        A measurement of the layout itself would show nothing new then.
+        If there is one, measuring the layout itself would show nothing new.
         """
         near = [one for one in measured if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
@@ -319,8 +319,8 @@ class RowPolicy:
         """Return layouts with equal shares; empty if none fits.
 
         There is one over all usable devices. With `with_fewer_devices`, there are also layouts over
-        the fastest 2, 4, ... devices. `splits` are the best known splits, of which the first gives
-        the batch if none was requested.
+        the fastest 2, 4, ... devices. `splits` are the best known splits. If no global batch was
+        requested, the first of them gives the batch.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if with_fewer_devices else (len(order),)

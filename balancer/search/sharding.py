@@ -160,7 +160,7 @@ class Sharding:
         return tuple(self._with_shards(self._shorten_first(probe, budget)) for probe in probes)
 
     def _shorten_first(self, probe: Probe, budget: Budget) -> Probe:
-        """Return a device's first probe alone with at most 1 % of the time left, or 0.2 s.
+        """Shorten a device's first solo probe to 1 % of the time left, but not below 0.2 s.
 
         Other probes are returned unchanged.
         """
@@ -177,8 +177,8 @@ class Sharding:
         """Return the first step over all devices if it should run before more solo probes.
 
         Solo probes measure single devices. The step should run first if little time is left,
-        because there is no plan without it. It also should if its processes take long to start.
-        None if it can wait.
+        because there is no plan without it, or if its processes take long to start. None if it can
+        wait.
         """
         policy = self.policy
         if not self.parts or policy.machine.splits:
@@ -227,10 +227,10 @@ class Sharding:
         return [*(self._shard(one) for one in found if one.traits.together), *held]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return the compute time by rows and the maximum rows of each device in a layout.
+        """Return each device's compute time by rows, and its maximum rows, for a plan to store.
 
-        Curves are empty if some devices have no rows, because the shares of such a layout aren't
-        changed.
+        Curves are empty if some devices have no rows, because training doesn't change the shares of
+        such a layout.
         """
         if _has_devices_without_rows(layout):
             return NO_CURVE * len(layout.shares)
@@ -277,9 +277,9 @@ class Sharding:
     ) -> StateDivision | None:
         """Return the best division of the state that leaves headroom, or None if it doesn't fit.
 
-        Devices in `without_rows` hold state but compute nothing. The headroom is doubled for each
-        step over several devices that ran out of memory. If the state doesn't fit then, it is
-        halved repeatedly.
+        Devices in `without_rows` hold state but compute nothing. A device's headroom is doubled for
+        each step over several devices in which it ran out of memory. If the state then doesn't fit,
+        the headroom of all devices is halved repeatedly.
         """
         failures, needs, problem = self._failures, self._row_demands, self._problem
         for forgiven in range(max(failures) + FEWEST_HALVINGS + 1):
@@ -305,9 +305,9 @@ class Sharding:
 
     @property
     def _row_demands(self) -> list[RowDemand]:
-        """Memory and time of rows on each device, from its first two measurements alone.
+        """Memory and time of rows on each device, from the first two probes in which it ran alone.
 
-        Devices without such a measurement are left out.
+        Devices that never ran alone are left out.
         """
         # later ones would change the division, which must stay the same after a whole step
         first = Observations(self._problem)
@@ -338,7 +338,7 @@ class Sharding:
     def without_rows(self) -> Proposal | None:
         """The fastest predicted layout in which some devices hold state but compute nothing.
 
-        None if there is none.
+        None if there is no such layout.
         """
         limits = self._limits
         if not self._demands_are_known or len(limits) < self._problem.devices:
@@ -502,7 +502,7 @@ class Sharding:
         )
 
     def _with_shards(self, probe: Probe) -> Probe:
-        """Return a probe of an unsharded layout as a probe of the sharded model."""
+        """Convert a probe of an unsharded layout into a probe of the sharded model."""
         layout = probe.layout
         if layout.traits.together:
             return msgspec.structs.replace(probe, layout=self._shard(layout), stage=Stage.SHARD)
@@ -600,7 +600,7 @@ def _has_devices_without_rows(layout: Layout) -> bool:
 
 
 class StateDivider:
-    """Finds the division of the state with which a sharded training is fastest.
+    """Finds the division of the state that makes sharded training fastest.
 
     - `limits`: usable bytes of each device.
     - `demands`: memory and time of rows on each device.
@@ -631,7 +631,8 @@ class StateDivider:
     def divide(self) -> StateDivision | None:
         """Return the division with the highest samples/s; None if the state doesn't fit.
 
-        Use it if the global batch is free, or if it is computed in several passes.
+        Call this if the global batch is free, or if a requested one takes several passes. For a
+        requested batch in one pass, use `divide_for`.
         """
         if not self._fits(self._rows_in(0.0)):
             return None
@@ -678,7 +679,7 @@ class StateDivider:
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _bytes_left(self, rows: Sequence[float]) -> list[float]:
-        """Return how many bytes of state each device can hold beside these rows.
+        """Return how many bytes of state fit on each device in addition to these rows.
 
         Negative if the rows themselves don't fit.
         """

@@ -120,7 +120,7 @@ class SoloStage:
         return self._is_unmeasured(device, self._small_batch(device))
 
     def _devices_worth_waiting_for(self, due: Batches) -> Batches:
-        """Return which devices should measure their second batch in the next round.
+        """Return the second batch of each device that should measure it in the next round.
 
         Slow devices are left out if waiting for them gains little. Empty if the round isn't worth
         its time. `due` has the second batch of all devices that haven't run it.
@@ -218,7 +218,7 @@ class SoloStage:
     def _gap_at_best(self, device: DeviceModel) -> int:
         """Return an unmeasured batch near the fastest one, which may be even faster.
 
-        0 if the measured batches beside it are close enough, or too noisy.
+        0 if the measured batches next to it are close enough, or too noisy.
         """
         undivided = self._problem.global_batch is not None and not device.pass_rows
         if device.solo_curve is None or device.solo_curve.error > TIE or undivided:
@@ -306,7 +306,7 @@ class SoloStage:
         }
 
     def _micro_batch(self, position: int, share: int) -> int:
-        """Return the rows of one gradient-accumulation pass with which a share is computed.
+        """Return the rows of each gradient-accumulation pass in which a share is computed.
 
         This is the share itself if one pass is enough.
         """
@@ -386,9 +386,9 @@ class SoloStage:
         return self._budget.least_seconds(layout, plan.seconds)
 
     def _middle_of_widest_gap(self, batches: Sequence[int], least_ratio: float = 0.0) -> int:
-        """Return the batch halfway between the two neighbors with the largest ratio.
+        """Return the batch halfway between the two neighboring batches with the largest ratio.
 
-        `batches` are in increasing order. 0 if that ratio is at most `least_ratio`.
+        `batches` are in increasing order. Returns 0 if that ratio is at most `least_ratio`.
         """
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
         if high <= least_ratio * low:

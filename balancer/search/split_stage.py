@@ -211,7 +211,7 @@ class SplitStage:
         return sorted(i for group in groups for i in group)
 
     def _has_new_best_batch(self, position: int) -> bool:
-        """Whether the batch with which the device should be fastest hasn't been measured yet."""
+        """Whether the batch that should be fastest on the device hasn't been measured yet."""
         wanted = self._predictions.single(position)
         if wanted is None:
             return False

@@ -30,7 +30,7 @@ class WorkPoint(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """The cost of a step on one device: fixed seconds, and the seconds of passes and tokens."""
+    """The cost of a step on one device: fixed seconds per step, and the cost of its passes."""
 
     step_s: float
     cost: Cost
@@ -135,7 +135,7 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """Return the observations of this device in the solo stage with rows of unequal length.
+        """Return the device's solo-stage observations of layouts whose rows are assigned by length.
 
         This includes probes in which all rows had one length, to find out what that length costs.
         """
@@ -185,9 +185,10 @@ class TextModel(MachineModel):
         return is_noise(gaps)
 
     def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
-        """Return the device's measured steps, by its rows, micro-batch and row length.
+        """Return the steps that were measured on the device alone.
 
-        The row length is 0 for rows of several lengths.
+        The keys are the number of rows, the micro-batch and the row length. The row length is 0 for
+        rows of several lengths.
         """
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
@@ -294,7 +295,7 @@ class TextModel(MachineModel):
         return tuple(i for i in self.live if self.costs_alone[i] is not None)
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
-        """Return the layout that assigns a batch to these devices by the cost of its rows."""
+        """Return the layout that divides a batch among these devices by the cost of its rows."""
         devices = range(self.problem.devices)
         batches = [one.sizes for one in self._batches(positions, batch)]
         sizes = [sum(each) for each in zip(*batches, strict=True)]

@@ -67,8 +67,8 @@ class TextPolicy:
     def best_splits(self) -> list[Layout]:
         """Return the layouts over several devices that belong in the final comparison.
 
-        They are the fastest measured one, and the last measured one, whose rows were assigned by
-        the most accurate costs.
+        They are the fastest one that was measured, and the one that was measured last: its rows
+        were assigned by the most accurate costs.
         """
         ran = self.machine.fitting_splits
         by_rate = sorted(ran, key=lambda one: -one.samples_per_second)

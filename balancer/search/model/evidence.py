@@ -31,8 +31,8 @@ FEWEST_SIZES = 2
 class DeviceEvidence(msgspec.Struct, frozen=True):
     """All measurements of one device.
 
-    `rounds` is the number of its probes in the solo stage, without those in several
-    gradient-accumulation passes. `lost` is the reason why it can't be used; "" if it can.
+    `rounds` is the number of its solo-stage probes that used a single pass per step. `lost` is the
+    reason why it can't be used; "" if it can.
     """
 
     alone: tuple[
@@ -130,7 +130,7 @@ def _may_blame_passes(position: int, observation: Observation) -> bool:
 
 
 def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Make the device's memory model, by the number of rows in a gradient-accumulation pass.
+    """Return a model of the device's memory as a function of the rows per pass.
 
     `by_rows` are the device's observations of layouts whose rows all cost the same.
     """
@@ -285,7 +285,7 @@ def read_points(
 
 
 def _typical_noise(measurements: Iterable[Timed]) -> float:
-    """Return the relative standard deviation of a single step, as a median of all probes."""
+    """Return the relative standard deviation of a single step's time: the median of all probes."""
     # a probe with a single step doesn't show its noise
     certain = (timed for timed in measurements if not timed.is_single_step)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
@@ -378,8 +378,8 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
     """Group device positions by a relation that isn't transitive, such as equality within noise.
 
-    Each position joins the newest group for whose first member `same` is true. If there is none, it
-    starts a new group.
+    Each position is compared with the first member of each group, the newest group first. It joins
+    the first group for which `same` returns True, or else starts a new group.
     """
     groups: list[list[int]] = []
     for position in order:

@@ -37,7 +37,7 @@ def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
 def shard_pass_seconds(size: int, ranks: int, link: KnownLink) -> float:
     """Return the predicted seconds of data transfer in one pass of sharded training.
 
-    `size` is the bytes of all parameters. Latency isn't included.
+    `size` is the size of all parameters in bytes. Latency isn't included.
     """
     # the number of collectives depends on how the model is divided into units, which isn't known
     bandwidth = KnownLink(link.ranks, link.bytes_per_second)

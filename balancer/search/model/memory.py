@@ -48,7 +48,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def distinct_points(self) -> tuple[tuple[int, int], ...]:
-        """The measured points without those whose batch is nearly that of a larger one.
+        """The measured points, without those whose batch is only slightly smaller than another's.
 
         A line through two nearly equal batches would be meaningless.
         """

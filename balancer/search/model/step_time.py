@@ -301,8 +301,8 @@ class PiecewiseConstant(msgspec.Struct, frozen=True):
         typical measurement.
 
         The batch at which a plateau ends is only known to lie in a range. The more devices there
-        are (`device_count`), the smaller is the batch that is assumed, because a step waits for
-        its slowest device.
+        are (`device_count`), the smaller the batch that is assumed, because a step waits for its
+        slowest device.
         """
         knots: dict[float, float] = {}
         plateaus_per_row = math.fsum(slope for slope, _, _ in self.vertices) / len(self.vertices)
@@ -374,9 +374,9 @@ def _limits_width(points: Sequence[Point], plateaus: Sequence[int]) -> bool:
 
 
 def _fit_to_plateaus(points: Sequence[Point], plateaus: Sequence[int]) -> PiecewiseConstant | None:
-    """Return the piecewise-constant function with each measurement on its given plateau.
+    """Fit a piecewise-constant function that puts each measurement on a given plateau.
 
-    `plateaus` is the number of each measurement's plateau. None if a measurement deviates by more
+    `plateaus` has the plateau number of each measurement. None if a measurement deviates by more
     than its error.
     """
     samples = [
@@ -397,11 +397,11 @@ def _fit_to_plateaus(points: Sequence[Point], plateaus: Sequence[int]) -> Piecew
 def _find_feasible_region(
     batches: Sequence[int], plateaus: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the positions of plateaus for which each measured batch is on its given plateau.
+    """Return where plateaus may begin and end, so that each measured batch is on its plateau.
 
-    A position is a number of plateaus per row and an offset, in plateaus. The possible ones form a
-    region, of which the vertices are returned: each is the number of plateaus per row, and the
-    lowest and the highest offset. Empty if no position is possible.
+    Two parameters describe this: the number of plateaus per row, and an offset in plateaus. The
+    possible values form a region, whose vertices are returned: each is a number of plateaus per
+    row, with the lowest and the highest offset. Empty if no values are possible.
     """
     pairs = list(combinations(zip(batches, plateaus, strict=True), 2))
     # bounds of 1 / width
@@ -436,8 +436,9 @@ def _offset_range(
 ) -> tuple[float, float]:
     """Return the lowest and the highest offset that puts each batch on its plateau.
 
-    Offsets are in plateaus, and `per_row` is the number of plateaus per row. No offset is possible
-    if the lowest exceeds the highest.
+    `per_row` is the number of plateaus per row, and the offset is added to `per_row * batch`. The
+    sum is the position of a batch, in plateaus. If the lowest offset exceeds the highest, no offset
+    is possible.
     """
     highest = min(n - per_row * b for b, n in zip(batches, plateaus, strict=True))
     lowest = max(n - 1 - per_row * b for b, n in zip(batches, plateaus, strict=True))
