@@ -68,8 +68,7 @@ class EvenerApp(BaseApp):
 
     - `publisher`: the sampler that reads the devices.
     - `theme`: "dark", "light" or "contrast".
-    - `replayed`: a recorded run to replay at the start, and how many times as fast as it ran; None
-      replays nothing.
+    - `replayed`: a recorded run to replay at the start, and its playback speed; or None.
     - `first_start`: open the welcome dialog.
     - `options`: arguments of `BaseApp`.
     """
@@ -146,8 +145,7 @@ class EvenerApp(BaseApp):
     def switch_mode(self, mode: str) -> AwaitMount:
         """Switch to another screen.
 
-        If that creates the screen, the stylesheet is applied to it once; Textual would apply it
-        twice.
+        If the screen is new, the stylesheet is applied to it once; Textual would apply it twice.
         """
         self._makes_screen = mode not in self._screen_stacks
         made = super().switch_mode(mode)
@@ -165,7 +163,10 @@ class EvenerApp(BaseApp):
             super().refresh_css(animate)
 
     async def on_event(self, event: Event) -> None:
-        """Handle each key press before the next one, instead of queueing it in the widgets."""
+        """Handle a key press completely before the next one.
+
+        Textual would only queue it in the widgets, and text typed right after it could go astray.
+        """
         # Textual passes a key through the widgets first, and runs the binding of a key such as Tab
         # or Ctrl-U only when the widgets haven't handled the key. By then, text typed right after
         # the key would already be in the previous field, or would be deleted.
@@ -363,7 +364,7 @@ _BASE = {  # Textual's own variables
 
 
 def theme_variables(*, dark: bool) -> dict[str, str]:
-    """Return the `ev-` stylesheet variables, with their colours in a dark or a light theme."""
+    """Return the `ev-` stylesheet variables, which have the colours of a dark or a light theme."""
     return {f"ev-{key}": colours[not dark] for key, colours in _TONE_COLOURS.items()}
 
 

@@ -47,16 +47,16 @@ _SERIALS = itertools.count(1)
 
 @dataclass
 class SessionReported(Message):
-    """Message: the session with the id `source` has reported an event.
+    """Posted when the session with the id `source` has reported an event.
 
-    The app ignores events with the id of an earlier session, because they arrived too late.
+    The app ignores events of earlier sessions, which arrive too late.
     """
 
     source: int
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """Return whether `message` is newer progress of the same probe and replaces it."""
+        """Return whether `message` makes this one obsolete: newer progress of the same probe."""
         return (
             isinstance(message, SessionReported)
             and isinstance(message.event, ProbeProgress)
@@ -68,7 +68,7 @@ class SessionReported(Message):
 
 @dataclass
 class SessionEnded(Message):
-    """Message: the session with the id `source` has ended.
+    """Posted when the session with the id `source` has ended.
 
     `fault` and `remedy` say why it failed, and what to do about it. Both are "" after success.
     """
@@ -170,12 +170,12 @@ INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 @dataclass
 class Sampled(Message):
-    """Message: a new reading of the devices is available."""
+    """Posted when a new reading of the devices is available."""
 
     snapshot: Snapshot
 
     def can_replace(self, message: Message) -> bool:
-        """Return whether `message` is a newer reading and makes this one obsolete."""
+        """Return whether `message` is a newer reading, which makes this one obsolete."""
         return isinstance(message, Sampled)
 
 
@@ -397,7 +397,8 @@ class BaseApp(App[int]):
     def on_session_ended(self, message: SessionEnded) -> None:
         """Store the result or error of the session, and show it as a message if no screen shows it.
 
-        If a search failed before its first event, the screen returns to what it showed before.
+        If a search failed before its first event, the Balance screen goes back to what it showed
+        before the search.
         """
         if self._session is None or message.source != self._session.source:
             return
@@ -423,7 +424,7 @@ class BaseApp(App[int]):
             self._show_end(fault)
 
     def _show_end(self, fault: str) -> None:
-        """Show the error or the first line of the result as a message."""
+        """Show a message with the error or, if there is none, the first line of the result."""
         if fault:
             self.show_message(fault, severity="error")
         elif self.balance.finished is not None:

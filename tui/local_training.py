@@ -18,9 +18,10 @@ TAIL_BYTES = 64 << 10  # bytes at the end of the log that are read for its last 
 
 
 class LocalTraining:
-    """A training run: `evener` with `arguments` as a separate process that outlives the app.
+    """A training run that was started here, in a separate process that outlives the app.
 
-    Its output is appended to the file `log`. Raises RequestError if that file can't be written.
+    The process runs `evener` with `arguments`, and its output is appended to the file `log`. Raises
+    RequestError if that file can't be written.
     """
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
@@ -85,7 +86,7 @@ class LocalTraining:
         return rows[-lines:] if lines > 0 else []
 
     def closing_lines(self) -> tuple[str, ...]:
-        """Return the process's state, its log and, while it runs, the command that stops it."""
+        """Return the process's state, its log and, while it runs, how to stop it, as lines."""
         if not self.runs:
             return (f"{self.command}: {self.state_text()}; its log: {self.log}",)
         return (

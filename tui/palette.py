@@ -86,8 +86,8 @@ def entry(key: str, words: str | Content, note: str = "") -> Content:
 class OfferedKey(NamedTuple):
     """A key binding that has an effect at the moment.
 
-    `node` is the widget that owns it. `title` is the title of its panel, or "" for a key of the
-    screen itself.
+    `node` is the widget that owns the binding. `title` is the title of that widget's panel, or ""
+    for a key of the screen itself.
     """
 
     node: DOMNode
@@ -129,7 +129,7 @@ def _has_effect(node: DOMNode, binding: Binding) -> bool:
 
 
 def _begins(query: str, words: str) -> bool:
-    """Return whether each word of the query is the beginning of one of `words`."""
+    """Return whether each word of the query is the beginning of a word in `words`."""
     asked = query.lower().split()
     return bool(asked) and all(any(one.startswith(each) for one in words.split()) for each in asked)
 
@@ -146,7 +146,7 @@ class KeyDiscovery(DiscoveryHit):
 class PaletteEntry(NamedTuple):
     """A key binding as the command palette lists it.
 
-    - `words`: the panel's title and the description.
+    - `words`: the panel's title and the description of the key.
     - `moves`: whether the key only moves within a list or screen; such keys are listed only if the
       user searches for them.
     - `other_words`: synonyms that users may search for.
@@ -160,7 +160,7 @@ class PaletteEntry(NamedTuple):
 
 
 class KeysProvider(Provider):
-    """Palette provider: the key bindings that have an effect at the moment."""
+    """Palette provider for the key bindings that have an effect at the moment."""
 
     def _entries(self) -> Iterator[PaletteEntry]:
         app = cast(BaseApp, self.app)
@@ -191,7 +191,7 @@ class KeysProvider(Provider):
 
 
 class AppProvider(Provider):
-    """Palette provider: the app's commands, and the keys that run them."""
+    """Palette provider for the app's commands, which shows the keys that run them."""
 
     async def discover(self) -> Hits:
         """Yield all commands of the app."""
@@ -210,7 +210,7 @@ class AppProvider(Provider):
 
 
 async def _press(app: BaseApp, offered_key: OfferedKey) -> None:
-    """Focus the panel of a key binding, and run its action."""
+    """Run the action of a key binding, after focusing its panel."""
     node = offered_key.node
     if isinstance(node, Widget) and node.can_focus:
         node.focus()
@@ -218,7 +218,7 @@ async def _press(app: BaseApp, offered_key: OfferedKey) -> None:
 
 
 class RunsProvider(Provider):
-    """Palette provider: stored runs, which open on the Runs screen."""
+    """Palette provider for stored runs, which open on the Runs screen."""
 
     async def startup(self) -> None:
         """Read the list of runs in a thread."""
@@ -247,7 +247,7 @@ class RunsProvider(Provider):
 
 
 class SettingsProvider(Provider):
-    """Palette provider: settings, which open in the settings dialog."""
+    """Palette provider for settings, which open in the settings dialog."""
 
     async def search(self, query: str) -> Hits:
         """Yield the settings whose label matches the query."""

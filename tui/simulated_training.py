@@ -30,7 +30,7 @@ STEPS_SHOWN = 8  # number of last steps shown, each a copy of the newest
 
 
 class TrainingSource(SimulatedSource):
-    """Simulated devices that can train with a plan, and report it as a real training run does.
+    """Simulated devices that can train with a plan, and report this as a real training run does.
 
     In each period of 70 seconds, the first device is hot for 35 seconds and loses 30 % of its
     speed. Rows then move to the other device, just as in `evener run`. `clock` returns monotonic

@@ -96,7 +96,11 @@ def run_app(
 
 
 def _is_first_start(options: Mapping[str, Any]) -> bool:
-    """Return whether to show the welcome dialog, which needs a terminal and no stored runs."""
+    """Return whether to show the welcome dialog.
+
+    It appears only on a terminal, if there are no stored runs, and not in a read-only app or in a
+    replay.
+    """
     from evener.balancer.store.runs import have_runs
 
     may_start = not options.get("readonly") and not options.get("replayed")
@@ -191,7 +195,7 @@ CODE = 129  # the exit code after SIGHUP
 
 @contextmanager
 def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Context manager: call `leave` as soon as the terminal is closed.
+    """Context manager that calls `leave` as soon as the terminal is closed.
 
     If the app hasn't ended two seconds later, calls `end` and exits the process with code 129.
     """

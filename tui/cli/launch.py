@@ -143,8 +143,8 @@ def _train(
 ) -> int:
     """Run the processes of a job until all have ended, and return the exit code.
 
-    Before that, prints `name` and `announcement`, which says where the job starts. A script that
-    exits with 0 but has never read the plan counts as an error.
+    First prints `name` and `announcement`, which says where the job starts. A script that exits
+    with 0 but has never read the plan counts as an error.
     """
     from evener.launch.processes import named_output
     from evener.launch.restarts import run_job
@@ -207,7 +207,7 @@ def _name(job: HostJob) -> str:
 
 
 def _list_shares(job: HostJob) -> str:
-    """Describe the share of each device on this host, such as "640 rows on GPU:0"."""
+    """Describe the share of each device on this host, as in "640 rows on GPU:0"."""
     # For a device without rows, the text says how much of a sharded model's state the device holds.
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):

@@ -116,7 +116,7 @@ def start(
 
 
 def _refuse_misplaced(context: typer.Context, command: str) -> None:
-    """Raise RequestError if an app option precedes a subcommand, which would ignore it."""
+    """Raise RequestError if an option of the app precedes a subcommand, which would ignore it."""
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         if source is not None and source.name == "COMMANDLINE":

@@ -174,9 +174,10 @@ def _snapshots(source: Source, pause: float, *, repeat: bool) -> Iterator[Snapsh
 
 
 def _read_first(source: Source) -> Snapshot:
-    """Read the devices, then wait until their drivers can measure rates for a second reading.
+    """Return a first reading of the devices, after a pause.
 
-    Raises DeviceError if they can't be read.
+    Drivers need the pause before they can measure rates in a second reading. Raises DeviceError if
+    the devices can't be read.
     """
     try:
         first = source.sample()

@@ -83,7 +83,7 @@ def draws_screens() -> bool:
 def guard_streams() -> None:
     """Replace the standard streams, so that a closed or full one can't crash the process.
 
-    Missing streams are opened on /dev/null. Characters that the encoding lacks are replaced by
+    Missing streams are opened on /dev/null. Characters that the encoding lacks are replaced with
     similar ASCII ones.
     """
     for descriptor in range(3):
@@ -97,7 +97,7 @@ def guard_streams() -> None:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Codec error handler: encode characters as similar ASCII ones."""
+    """Codec error handler that encodes characters as similar ASCII ones."""
     assert isinstance(error, UnicodeEncodeError)
     # `codecs` also expects the index at which to continue
     return to_ascii(error.object[error.start : error.end].replace("±", "+-")), error.end
@@ -147,7 +147,10 @@ def check_plan_file(path: Path, option: str) -> None:
 
 
 def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
-    """Raise RequestError if `path` is an existing file other than a plan."""
+    """Raise RequestError if `path` is an existing file that isn't a plan.
+
+    `remedy` is what the error suggests to the user.
+    """
     if path.is_file():
         try:
             load_plan(path)

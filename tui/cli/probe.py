@@ -168,7 +168,7 @@ def _write_doubts(
 
 
 def _make_table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -> Table:
-    """Return the table of all runs, with columns for energy if it was measured."""
+    """Return the table of all runs, with columns for energy if that was measured."""
     note = "±: half of the 95 % interval."
     if len(layout.active) > 1:
         how = (

@@ -47,7 +47,7 @@ class _Progress:
     def show_message(self, text: str) -> None:
         """Show a message below the live lines, or on standard error if there are none.
 
-        It may be called in a signal handler.
+        It can be called from a signal handler.
         """
         if self.drawn:
             self.messages.append(text)
@@ -134,7 +134,7 @@ def _run_to_its_end(
 def result_json(
     run: str, finished: Finished, next_commands: Sequence[str], extra_fields: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the JSON document of a finished search, with some `extra_fields`.
+    """Return the JSON document of a finished search, with `extra_fields` added.
 
     `next_commands` are the commands that the user can run next.
     """
@@ -150,7 +150,7 @@ def result_json(
 
 
 def _write_error(text: str) -> None:
-    """Write a line to standard error without buffering, as needed in a signal handler."""
+    """Write a line to standard error without buffering, which is safe in a signal handler."""
     with contextlib.suppress(OSError, ValueError):
         os.write(2, f"\nevener: {text}\n".encode())
 
@@ -164,8 +164,8 @@ def stopped_by_signals(
 ) -> Iterator[list[int]]:
     """Context manager: the first Ctrl-C, SIGTERM or SIGHUP calls `stop`.
 
-    A second signal, more than a second later, raises KeyboardInterrupt. Yields a list to which the
-    exit code of the first signal is added, 128 plus its number.
+    A second signal, more than a second later, raises KeyboardInterrupt. Yields an empty list. The
+    first signal appends its exit code to the list: 128 plus the signal's number.
 
     - `first_message`: what to show at the first signal.
     - `second_message`: what to show at the second signal.

@@ -1,4 +1,4 @@
-"""Replace the error messages of the command line parser by evener's own."""
+"""Replace the error messages of the command line parser with evener's own."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.query_one("#pick-workload", Ticks).focus()
 
     def result_keys(self) -> list[KeyHint]:
-        """Return the keys to show in the result panel, without those that do nothing now."""
+        """Return the keys to show in the result panel, except those that have no effect now."""
         keys = [
             KeyHint("e", "write the plan"),
             KeyHint("g", "train by it here"),
@@ -130,14 +130,14 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.active and state.finished is None
 
     def _can_begin_again(self, action: str) -> bool:
-        """Return whether a new search can start ("new"), or the ended run can be resumed."""
+        """Return whether a search can begin: a new one for "new", else the run that has ended."""
         state = self.evener.balance
         if self.evener.replays:
             return True
         return state.ended and (action == "new" or bool(state.run))
 
     def _has_usable_result(self, action: str) -> bool:
-        """Return whether the search has a result that the action can be applied to."""
+        """Return whether the search has a result that `action` can use."""
         finished = self.evener.balance.finished
         if finished is None:
             return False
@@ -153,7 +153,7 @@ class BalanceScreen(RunActions, PanelScreen):
         self.evener.pause_session(paused)
 
     def action_stop(self) -> None:
-        """Stop the search after a confirmation, but keep its best plan so far."""
+        """Stop the search after a confirmation. Its best plan so far is kept."""
         question = "Stop the search? The best plan so far is kept."
         confirm(self.evener, "Stop", question, self.evener.stop_session)
 
@@ -165,7 +165,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.app.push_screen(dialog)
 
     def action_train_here(self) -> None:
-        """Ask for the command that trains with the plan, and start it."""
+        """Ask for the command that trains with the plan, and then run it."""
         finished = self.evener.balance.finished
         if finished is not None:
             ask_to_train(self.evener, finished.plan, self.chosen_run)

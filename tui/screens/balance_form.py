@@ -126,7 +126,7 @@ class Model(NamedTuple):
 
     - `name`: the workload, or "" for the entry that asks the user for a file.
     - `label`: how the list shows the name.
-    - `note`: the text beside it.
+    - `note`: the text next to the label.
     - `own`: whether it is the user's own model; False for evener's built-in ones.
     """
 
@@ -165,7 +165,7 @@ def list_models(
 
 
 def _full_name(workload: str) -> str:
-    """Return a workload's name with the absolute path of its file."""
+    """Return a workload's name, with its file as an absolute path."""
     # With absolute paths, two spellings of the same file give equal names.
     home, _, function = workload.rpartition(":")
     return f"{Path(home).absolute()}:{function}"
@@ -180,7 +180,7 @@ def _short_path(workload: str) -> str:
 
 
 def _last_balanced_text(last_run: RunSummary, now: float) -> str:
-    """Return a text with the age of the last search in days, and its samples/s."""
+    """Return a note that says how many days ago the last search ran, and its samples/s."""
     made = time.strptime(last_run.created.removesuffix("Z"), "%Y-%m-%dT%H:%M:%S")
     days = max(0.0, now - _utc_seconds(made)) / 86400
     ago = "today" if days < 1 else f"{days:.0f} day{'s' * (days >= 1.5)} ago"
@@ -195,7 +195,10 @@ def _utc_seconds(moment: time.struct_time) -> float:
 
 
 def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the newest search for a model of the user's own whose file still exists, or None."""
+    """Return the newest search for one of the user's own models, or None.
+
+    Skips models whose file doesn't exist any more.
+    """
     for summary in sorted(summaries, key=lambda each: each.created, reverse=True):
         home = summary.workload.rpartition(":")[0]
         own = summary.kind == "search" and bool(home) and names_a_file(home)
@@ -318,7 +321,7 @@ class BalanceForm(UsesApp, Vertical):
         return self._models[min(self.query_one("#pick-workload", Ticks).ticked)]
 
     def on_one_of_changed(self) -> None:
-        """Show the fields that are needed after a choice has changed."""
+        """Show the fields that are needed now that a choice has changed."""
         self.show_rows()
 
     def show_rows(self) -> None:
@@ -386,7 +389,7 @@ class BalanceForm(UsesApp, Vertical):
         self.action_try()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Choose "another file" as soon as the user types the name of one."""
+        """Choose "another file" as soon as the user types a file name."""
         if event.input.id == "own" and event.value.strip() and self.model.name:
             names = [model.name for model in self._models]
             self.query_one("#pick-workload", Ticks).tick_only(names.index(""))
@@ -453,9 +456,9 @@ class BalanceForm(UsesApp, Vertical):
     def _find_field_at_fault(self, text: str, option_field: str) -> str:
         """Return the id of the form field that an error message is about.
 
-        `option_field` is the field of the option that the message names, or "". If it names none,
-        the error is about the model if the message contains its file, and otherwise about the
-        devices.
+        `option_field` is the field of the option that the message names, or "" if it names none. In
+        that case, the message is about the model if it contains the model's file, and otherwise
+        about the devices.
         """
         if option_field == "own" and self.model.name:
             return "pick-workload"
@@ -474,7 +477,7 @@ class BalanceForm(UsesApp, Vertical):
     @on(ListPanel.Moved)
     @on(Ticks.Ticked)
     def _chosen(self) -> None:
-        """Show the fields that a newly chosen model or device needs."""
+        """Show the fields that are needed after another model or device was chosen."""
         focused = self.screen.focused
         if focused is not None and focused.id == "pick-workload":
             self._user_chose_model = True
@@ -494,7 +497,7 @@ class BalanceForm(UsesApp, Vertical):
         problem.show(text_lines(self._hint(field), room, HINT_ROWS, "dim"))
 
     def _hint(self, field: Widget | None) -> str:
-        """Return the hint for a field. In a list, the entry under the cursor comes first."""
+        """Return the hint for a field. In a list, it begins with the note on the current entry."""
         name = (field.id if field is not None else None) or ""
         hint = HINTS.get(name, "")
         if isinstance(field, Ticks) and field.chosen is not None:

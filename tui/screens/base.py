@@ -191,7 +191,7 @@ class SortedScreen(PanelScreen):
         self._close_filter()
 
     def action_end_filter(self) -> None:
-        """Clear the filter, and remove the marks of all rows."""
+        """Clear the filter, and unmark all rows."""
         self.query_one("#filter", Input).value = ""
         self.sorted_panel.untag()
         self._close_filter()
@@ -224,7 +224,7 @@ class TopBar(Lines):
             self.redraw()
 
     def redraw(self) -> None:
-        """Draw the line, with the state of devices and the time of the last reading."""
+        """Draw the line, with the status of the devices and the time of the last reading."""
         app = self.evener
         right: tuple[str, ...] = ()
         if app.snapshot is not None:
@@ -234,7 +234,7 @@ class TopBar(Lines):
 
 
 class KeysBar(Lines):
-    """The last line of a screen: the keys that have an effect there. A click on one presses it."""
+    """The last line of a screen: the keys that have an effect there. Clicking a key presses it."""
 
     def __init__(self) -> None:
         super().__init__(id="keys", classes="bar")

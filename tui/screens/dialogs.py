@@ -94,7 +94,7 @@ class DetailsDialog(Dialog[None]):
 
 
 class ChoiceDialog(Dialog[str]):
-    """Dialog with a question and a button for each answer. It returns the key of the chosen one.
+    """Dialog with a question and a button for each answer. It returns the key of the chosen answer.
 
     `answers` maps keys to labels. The user can click a button or press the key of an answer. The
     first answer is focused.
@@ -135,7 +135,7 @@ class ChoiceDialog(Dialog[str]):
             self.dismiss(event.key)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Close the dialog with the answer of the pressed button."""
+        """Close the dialog with the answer of the button that was pressed."""
         self.dismiss((event.button.id or "")[-1])
 
 
@@ -160,7 +160,7 @@ def confirm(
 class FieldDialog(Dialog[bool]):
     """Base class of dialogs with one input field and a hint.
 
-    A dialog returns True if it has used the input, and None if it was closed before.
+    A dialog returns True once it has used the input, or None if the user closes it before that.
     """
 
     def __init__(self, title: str, field: Input, hint: str) -> None:
@@ -178,7 +178,7 @@ class FieldDialog(Dialog[bool]):
         self._field.focus()
 
     def show_message(self, text: str, *, is_error: bool = False) -> None:
-        """Replace the hint by a message, which looks like an error if `is_error` is set."""
+        """Replace the hint with a message, which looks like an error if `is_error` is set."""
         rows = wrap(plain(text), self.text_width, 8)
         self.query_one("#hint", Text).show(
             [line(Span(row, "bad" if is_error else "dim")) for row in rows]
@@ -212,7 +212,7 @@ _MEANINGS = {
 
 
 def choose_signal(app: BaseApp, processes: Sequence[ProcessSample]) -> None:
-    """Ask which signal to send to these processes, and ask for confirmation."""
+    """Ask which signal to send to some processes, and send it after a confirmation."""
     once = tuple(
         {(process.pid, process.start_time): process for process in processes}.values()
     )  # a process may be on several devices

@@ -87,7 +87,7 @@ class DryRunDialog(Dialog[bool]):
             self.query_one(Text).show([*text_lines(text, self.text_width, 12, tone, 0), line()])
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Close the dialog, and return whether the search should start."""
+        """Close the dialog. Its result says whether the search should start."""
         event.stop()
         self.dismiss(event.button.id == "begin")
 

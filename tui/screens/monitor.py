@@ -122,7 +122,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             graphs.set_data(snapshot.devices, devices.sample)
 
     def action_alerts(self) -> None:
-        """Open the list of alerts, the newest first, and mark them as read."""
+        """Open the list of alerts, newest first, and mark them as read."""
         alerts = tuple(reversed(self.evener.alerts))
         self.evener.unread_alerts = 0
         self.open_details("Alerts", lambda width: alert_lines(alerts, width))
@@ -143,7 +143,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one(TimelinePanel).change_span(direction)
 
     def action_common_scale(self) -> None:
-        """Switch between one scale for all devices and one for each."""
+        """Switch between one scale for all devices and a scale for each device."""
         self.query_one(TimelinePanel).toggle_scale()
 
     def action_end_filter(self) -> None:
@@ -156,7 +156,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             super().action_end_filter()
 
     def action_open_device(self) -> None:
-        """Open details of the device under the cursor. On a host's row, toggle its devices."""
+        """Open details of the device under the cursor. On a host, show or hide its devices."""
         panel = self.query_one(DevicePanel)
         chosen = panel.rows[panel.cursor]
         if isinstance(chosen, HostRow):
@@ -177,7 +177,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.open_details(sample.device.label, draw)
 
     def _newest(self, sample: DeviceSample) -> DeviceSample:
-        """Return the latest reading of the sample's device, or `sample` if there is none."""
+        """Return the latest reading of the device in `sample`, or `sample` if there is none."""
         devices = self.evener.snapshot.devices if self.evener.snapshot is not None else ()
         return next(
             (device for device in devices if device.device.key == sample.device.key), sample
@@ -253,7 +253,7 @@ class DevicePanel(ListPanel[PanelRow]):
         return row.sample if row is not None else None
 
     def place(self, snapshot: Snapshot) -> None:
-        """Fill the table with the values of a snapshot."""
+        """Fill the table with a new reading."""
         publisher = self.evener.publisher
         self.place_rows(
             group_rows(
@@ -299,7 +299,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         return process_search_text(row)
 
     def follow(self, snapshot: Snapshot) -> None:
-        """Set the rows from a reading, together with the processes that have just ended."""
+        """Set the rows: the processes in a reading, and those that have just ended."""
         now = snapshot.at_seconds
         kept = {
             key: (each, at)
@@ -313,7 +313,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         )
 
     def grid(self) -> Grid[ProcessRow]:
-        """Return the columns, and the text for an empty table."""
+        """Return the columns, and the text to show if the table is empty."""
         return PROCESSES._replace(
             nothing="No process matches the filter." if self.words else self._nothing
         )

@@ -116,7 +116,7 @@ class RunActions(UsesApp):
         raise NotImplementedError
 
     def action_go_on(self) -> None:
-        """Ask for more time, resume the run, and switch to the Balance screen."""
+        """Ask how much longer to measure, resume the run, and switch to the Balance screen."""
 
         def show(done: bool | None) -> None:
             if done:
@@ -141,8 +141,8 @@ class SaveDialog(FieldDialog):
     - `name`: the suggested file name.
     - `endings`: the file name endings to accept.
     - `save`: writes the file; called in a thread.
-    - `next_step`: gets the path, and returns what the user can do with the file or "". The message
-      after writing contains it.
+    - `next_step`: gets the path, and returns what the user can do with the file, or "". The
+      message after writing includes it.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class TrainDialog(FieldDialog):
 
 
 def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
-    """Open a dialog that trains with a run's plan, and then switch to the Trainings screen."""
+    """Open a dialog that starts training with a run's plan, and then shows the Trainings screen."""
     written = app.written_plans.get(run, "")
     free = "plan.toml" if not os.path.exists("plan.toml") else f"plan-{run}.toml"
 

@@ -56,7 +56,7 @@ class RunPanel(SortedPanel[RunSummary]):
         super().set_data(rows)
 
     def grid(self) -> Grid[RunSummary]:
-        """Return the columns, and the text for an empty table."""
+        """Return the columns, and the text to show if the table is empty."""
         return Grid(RUN_COLUMNS, "No run matches." if self.words else NO_RUN)
 
 
@@ -240,7 +240,7 @@ class RunsScreen(RunActions, SortedScreen):
         return plan is not None and bool(find_training_command(plan, "plan.toml"))
 
     def action_read_all(self) -> None:
-        """Open all details of the run."""
+        """Open a dialog with all details of the run."""
         name = self.chosen_run
         with self.evener.showing_errors():
             training = runs.load_training(name)
@@ -258,7 +258,7 @@ class RunsScreen(RunActions, SortedScreen):
             self.open_details(name, lambda width: run_page(found, width, path), wide=True)
 
     def action_train_here(self) -> None:
-        """Ask for the command that trains with the run's plan, and start it."""
+        """Ask for the command that trains with the run's plan, and then run it."""
         name = self.chosen_run
         with self.evener.showing_errors():
             plan = self._load(name).require_plan()

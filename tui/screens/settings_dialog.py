@@ -97,7 +97,7 @@ class SettingsDialog(Dialog[None]):
         return Horizontal(Static(label, classes="label", markup=False), field, classes="field")
 
     def _values(self, choice: Choice) -> Sequence[Any]:
-        """Return the values that a setting offers.
+        """Return the values to choose from for a setting.
 
         The current value is put in front if it isn't among them.
         """
@@ -115,7 +115,7 @@ class SettingsDialog(Dialog[None]):
 
     @on(OneOf.Changed)
     def _changed(self) -> None:
-        """Apply the choices that the user has changed."""
+        """Apply the settings that the user has changed."""
         for place, choice in enumerate(CHOICES):
             word = self.query_one(f"#choice-{place}", OneOf).value
             for value in self._values(choice):
@@ -138,7 +138,7 @@ class SettingsDialog(Dialog[None]):
     @on(Input.Submitted)
     @on(DescendantBlur)
     def _take_command(self) -> None:
-        """Apply the command for alerts when the user leaves its input field."""
+        """Apply the command for alerts once the user has left its input field."""
         self._set("alerts.command", self.query_one(Input).value.strip())
 
     async def action_dismiss(self, result: None = None) -> None:

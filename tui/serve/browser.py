@@ -96,9 +96,9 @@ class BrowserServer(Server):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests without the token or from other hosts or pages.
+        """Refuse requests without the token, and those from other hosts or pages.
 
-        The pages that are served to other requests get security headers.
+        Adds security headers to the responses to all other requests.
         """
         host = request.headers.get("Host", "")
         origin = request.headers.get("Origin")
@@ -131,7 +131,7 @@ class BrowserServer(Server):
             self._visits.discard(visit)
 
     async def _end_visits(self, _: web.Application) -> None:
-        """End the app of every open page, and wait up to 5 seconds."""
+        """End the app of every open page, and wait up to 5 seconds until all have ended."""
         for visit in self._visits:
             visit.cancel()
         if self._visits:

@@ -56,10 +56,7 @@ class _Reading:
 
 
 class _Clients:
-    """The server's open connections. Limits how many there are and how long each one lasts.
-
-    Thread-safe.
-    """
+    """The server's open connections, limited in number and duration. Thread-safe."""
 
     def __init__(self) -> None:
         self._since: dict[socket.socket, float] = {}  # monotonic seconds

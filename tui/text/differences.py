@@ -16,7 +16,8 @@ LONGER = "train both for longer, or on cores that nothing else uses"
 def difference_lines(difference: RunDifference, max_slowdown: float) -> list[str]:
     """Describe how two runs differ, and whether the second one is too slow.
 
-    `max_slowdown` is the fraction that it may be slower: 0.05 allows 5 % more time per sample.
+    `max_slowdown` is the slowdown that is allowed, as a fraction: 0.05 allows 5 % more time per
+    sample.
     """
     rows = [
         ("run", "samples/s"),

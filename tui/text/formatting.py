@@ -20,7 +20,7 @@ _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
 
 
 def unbroken(text: str) -> str:
-    """Replace spaces within numbers such as "1 024 %" by no-break spaces."""
+    """Replace the spaces in numbers such as "1 024 %" with no-break spaces."""
     return _WITHIN_FIGURE.sub(NO_BREAK, text)
 
 
@@ -57,7 +57,7 @@ def energy_cells(
 class Table(NamedTuple):
     """A text table with aligned columns. The first row is the heading.
 
-    - `numbers_from`: the first column that is aligned to the right.
+    - `numbers_from`: the first of the columns that are aligned to the right.
     - `note`: a text below the table.
     """
 
@@ -109,7 +109,7 @@ def toml_text(document: bytes) -> str:
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """Replace control characters that a terminal could act on by calling `escape`."""
+    """Replace control characters that a terminal could act on with what `escape` returns."""
     # Control characters are DEL and every non-ASCII control or format character, surrogate, and
     # line or paragraph separator. The encoders have already escaped ASCII control characters in
     # strings.

@@ -124,7 +124,7 @@ def _verdict_html(report: ReportData) -> Iterator[str]:
 def _rival_row(
     report: ReportData, rival: RatedLayout, max_speed: float
 ) -> tuple[str, Html, str, str]:
-    """Return a layout's name, a bar, its samples/s, and the plan's gain over it.
+    """Return a layout's name, a bar, its samples/s, and the plan's gain over the layout.
 
     The bar is full at `max_speed` samples/s.
     """
@@ -329,7 +329,7 @@ def _draw_table(
 
     - `numbers`: the columns that are aligned to the right.
     - `css_class`: a CSS class of the table.
-    - `hidden_on_phones`: the columns that phones don't show.
+    - `hidden_on_phones`: the columns that are hidden on phones.
     """
 
     def classes(column: int) -> str:

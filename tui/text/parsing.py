@@ -160,7 +160,7 @@ def _default_framework(workload: str | None) -> str:
 
 
 def _option_error(option: str, text: str, expected: str, example: str) -> RequestError:
-    """Return the error for an option whose text isn't what was expected."""
+    """Return the error for an option that has `text` as its value instead of what was expected."""
     return RequestError(f"{option} {text!r} is not {expected}.", f"Write it like {example}.")
 
 
@@ -227,8 +227,8 @@ def select_devices(spec: str, devices: Sequence[Device], positions: Sequence[int
     """Return a `--devices` value that names only some of the devices in `spec`.
 
     `devices` are all devices in `spec`, and `positions` are the indices of those to keep. Raises
-    RequestError if there are none, or if `spec` is the file of a simulated machine and some are
-    left out.
+    RequestError if none is kept, or if `spec` is the file of a simulated machine and some are left
+    out.
     """
     if not positions:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")

@@ -30,7 +30,7 @@ RANKING_NOTE = (
 
 
 def ranking_table(report: SearchReport, labels: Sequence[str]) -> Table:
-    """Return a table of all compared layouts, the fastest first."""
+    """Return a table of all compared layouts, fastest first."""
     counts = ("tokens/s", "padding") if report.mean_length else ()
     drawn = [mean_power(report.turns_of(ranked.candidate.layout)) for ranked in report.ranking]
     energy = ("samples/J", "W", "idle W") if any(drawn) else ()
@@ -74,7 +74,7 @@ def ranking_table(report: SearchReport, labels: Sequence[str]) -> Table:
 
 
 def _token_cells(report: SearchReport, ranked: RankedLayout) -> tuple[str, ...]:
-    """Return the table cells for tokens/s and padding, or none if the rows have no lengths."""
+    """Return the table cells for tokens/s and padding, or none if rows have no lengths."""
     if not report.mean_length:
         return ()
     padding = padding_share(report.turns_of(ranked.candidate.layout))

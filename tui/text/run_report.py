@@ -115,7 +115,7 @@ def _curve(record: JournalContents, position: int) -> MeasuredCurve:
 
 
 def _rank(plan: Plan) -> tuple[Evidence, ...]:
-    """Return the plan and the layouts that it was compared with, the fastest first."""
+    """Return the plan and the layouts that it was compared with, fastest first."""
     # Three kinds of rivals are left out: layouts on one device, which the chart of curves shows;
     # larger batches; and the plan's own layout under another name.
     rivals = []

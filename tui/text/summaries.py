@@ -172,7 +172,7 @@ def outcome_name(observation: Observation) -> str:
 
 
 def share_text(layout: Layout, device: int) -> str:
-    """Return the rows of a device in a step, as text.
+    """Return a text that says how many rows a device gets per step.
 
     If the device accumulates gradients over several passes, the text includes the rows of a pass.
     """
@@ -205,7 +205,7 @@ def summary_lines(
     verdict_data: Verdict | None = None,
     next_commands: Sequence[str] = (),
 ) -> list[str]:
-    """Return the result of a search, which is the plan's shares, its alternatives, and the verdict.
+    """Return the lines of a search's result: the plan's shares, its alternatives, and the verdict.
 
     - `verdict`: the verdict as text, for runs by older versions, which have no `verdict_data`.
     - `width`: where to wrap lines; None doesn't wrap.
@@ -390,10 +390,10 @@ def _find_reason(plan: Plan, position: int, solo: Evidence, batch: int) -> str:
 
 
 def frontier_table(verdict: Verdict | None) -> Table:
-    """Return a table of the samples/s at each batch size, and what they are worth for learning.
+    """Return a table of the samples/s at each batch size, and of what that speed is worth.
 
-    The worth is the samples/s that small batches would need to learn equally fast. The table is
-    empty if the gradient noise scale is unknown.
+    The worth is the samples/s at which small batches would learn equally fast. The table is empty
+    if the gradient noise scale is unknown.
     """
     learning = verdict.learning if verdict is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -402,7 +402,7 @@ def frontier_table(verdict: Verdict | None) -> Table:
 
 
 def _write_energy(throughput: Throughput) -> str:
-    """Return samples/J and watts of the plan."""
+    """Return a text with the plan's samples/J and watts."""
     # If some devices of the plan are idle, the power of active and of idle devices follows.
     efficiency, active, idle = energy_cells(
         throughput.samples_per_second, throughput.active_watts, throughput.idle_watts
@@ -428,7 +428,7 @@ def gain_text(best: RatedLayout, rated: RatedLayout) -> str:
     """Return the plan's gain over another layout: "+20 %", "tie", or "" if it can't be compared.
 
     Returns "unclear" if the other layout's speed is too uncertain. If the plan is compared with the
-    sum of all devices' speeds alone, returns which percentage of the sum the plan reaches.
+    sum of the speeds that the devices reach alone, returns a percentage of that sum: "95 % of it".
     """
     gain = rated.gain_of(best)
     if gain is None:
@@ -472,7 +472,7 @@ def _write_other_batch(plan: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _write_remark(plan: RatedLayout, rival: RatedLayout) -> str:
-    """Return a remark about the speed of a compared layout, but not the plan's gain over it."""
+    """Return a remark about the speed of a compared layout, without the plan's gain over it."""
     # For the sum of solo throughputs, the note is the fraction of the sum that the plan reaches.
     # For other rivals, it is why no gain is known.
     if rival.gain_of(plan) is None or rival.kind == "sum":
@@ -485,7 +485,7 @@ def _write_earlier(rival: RatedLayout) -> str:
 
 
 def _write_rate(interval: Interval) -> str:
-    """Return samples/s and, if the error is large, plus or minus that error."""
+    """Return the samples/s, followed by "±" and the error if that is large."""
     if not is_rough(interval):
         return f"{rate(interval.value)} samples/s"
     error = half_width(interval.value, interval.low, interval.high)

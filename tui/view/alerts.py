@@ -41,8 +41,8 @@ class Alert(NamedTuple):
 class AlertRules(NamedTuple):
     """The thresholds of alerts.
 
-    `throttled_percent` is in percent of the time, `plan_percent` in percent of the plan's
-    samples/s.
+    An alert is raised for a device that is throttled for more than `throttled_percent` of the
+    time, and for a training run below `plan_percent` of its plan's samples/s.
     """
 
     throttled_percent: float = 20.0

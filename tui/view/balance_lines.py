@@ -108,9 +108,9 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 
 
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
-    """Return the legend of the shares' bar, with the rows of each device and their percentage.
+    """Return the legend of the bar of shares, with the rows of each device and their percentage.
 
-    If there are more than 8 devices, it has no percentages, and idle devices are only counted.
+    With more than 8 devices, the legend has no percentages, and only counts the idle devices.
     """
     devices = range(len(layout.shares))
     detailed = len(devices) <= DETAILED_SHARES
@@ -142,14 +142,14 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
 
 
 def _tried_layout(state: SessionState, best_layout: Layout) -> Layout | None:
-    """Return the split that is being measured, or None if it is the best one."""
+    """Return the split that is being measured, or None if there is none but the best one."""
     splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
     known = (best_layout.shares, best_layout.pass_rows)
     return next((layout for layout in splits if (layout.shares, layout.pass_rows) != known), None)
 
 
 def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Draw the layouts that were compared, with their samples/s and the gain of the best one."""
+    """Draw each compared layout, with its samples/s and the gain of the best layout over it."""
     found = rivals(state)
     if not found:
         return (line(Span(" Nothing has been measured yet.", "dim")),)
@@ -180,7 +180,10 @@ def _count_name_cells(layouts: Sequence[RatedLayout], width: int) -> int:
 
 
 def write_fastest(state: SessionState) -> str:
-    """Say why a measurement was faster than the mean of the best layout; "" if none was faster."""
+    """Explain why the fastest measurement is above the samples/s shown for the best layout.
+
+    Returns "" if it isn't, and once the search has a result.
+    """
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
     whole = [each for each in timed(state) if not each.probe.layout.length]
@@ -247,7 +250,7 @@ def write_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
 
 
 def gain_tone(text: str) -> Tone:
-    """Return the tone for a gain, which is "good" for a positive one and otherwise "dim"."""
+    """Return the tone in which a gain is drawn: "good" if the gain is positive, else "dim"."""
     return "good" if "+" in text and "+0.0" not in text else "dim"
 
 

@@ -63,7 +63,7 @@ _SIMILAR: dict[int, int | str] = {
 
 
 def to_ascii(text: str) -> str:
-    """Replace characters outside ASCII by similar ASCII ones of the same width."""
+    """Replace characters outside ASCII with similar ASCII ones of the same width."""
     for sign in ("± ", "±\u00a0", " ±"):  # two cells before and after
         text = text.replace(sign, "+-")
     text = text.translate(_SIMILAR)
@@ -141,7 +141,7 @@ BLANK = Line()
 
 
 def line(*spans: Span | str, cursor: bool = False) -> Line:
-    """Make a line from spans and plain strings."""
+    """Build a line from spans and plain strings."""
     return Line(tuple(Span(span) if isinstance(span, str) else span for span in spans), cursor)
 
 

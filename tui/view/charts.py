@@ -89,7 +89,7 @@ def reading_text(
     """Return the text of a reading, and whether it is a current value.
 
     A missing value becomes a word or a mark. An old value has "~" in front; if both don't fit in
-    `width` cells, the text is "~" alone.
+    `width` cells, the text is only "~".
     """
     if reading.current is not None:
         return format_value(reading.current), True
@@ -197,7 +197,7 @@ def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) 
 def graph(
     values: Sequence[float | None], width: int, height: int, highest: float
 ) -> tuple[str, ...]:
-    """Draw values as a graph with the newest value at the right, and return its lines from the top.
+    """Draw values as a graph with the newest value on the right, and return its lines from the top.
 
     `highest` is the upper end of the axis. A value of None leaves its column empty.
     """

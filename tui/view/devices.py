@@ -36,7 +36,7 @@ NEWEST_TICKS = 48  # maximum number of ticks in the history of a row
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
-    """The row of a device, with its reading, its history, and its work in a training run."""
+    """The row of a device, with its reading, its history, and how it spends a training step."""
 
     sample: DeviceSample
     speeds: tuple[float | None, ...] = ()  # samples/s, oldest first

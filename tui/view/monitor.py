@@ -66,7 +66,7 @@ def arrange(
 def top_line(
     screens: Mapping[str, str], open_screen: str, statuses: Sequence[str], width: int
 ) -> Line:
-    """Draw the names of the screens at the left, and the longest status that fits at the right.
+    """Draw the names of the screens on the left, and the longest status that fits on the right.
 
     `open_screen` is a key in `screens`. `statuses` are sorted from the longest to the shortest.
     """
@@ -81,7 +81,7 @@ def top_line(
 
 
 def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
-    """Return texts with the host, driver and time, from the longest to the shortest."""
+    """Return the status (host, driver and time) in several lengths, longest first."""
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {plain(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
     host = plain(snapshot.host.hostname, 30)
@@ -90,7 +90,7 @@ def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
 
 
 def alert_line(alert: Alert, unread: int, width: int) -> Line:
-    """Draw the newest alert, and how many others are unread."""
+    """Draw the newest alert, and the number of other unread alerts."""
     at = time.strftime("%H:%M:%S", time.localtime(alert.at_seconds))
     more = f" (+{unread - 1})" if unread > 1 else ""
     hint = f"{more}  a: all"
@@ -101,7 +101,7 @@ def alert_line(alert: Alert, unread: int, width: int) -> Line:
 
 
 def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
-    """Return the texts of all alerts with their times, as lines."""
+    """Return the time and text of each alert, or a hint if there is none."""
     if not alerts:
         words = (
             "No alert so far: devices that are hot, throttled, silent, or idle while a training "
@@ -189,7 +189,7 @@ def _reading(
 
 
 def _with_maximum(format_value: Callable[[float], str], maximum: Reading) -> Callable[[float], str]:
-    """Return a format function that adds the maximum to a value, such as "40 GiB of 140 GiB"."""
+    """Return a format function that appends the maximum to a value, as in "40 GiB of 140 GiB"."""
     return lambda number: (
         f"{format_value(number)} of {format_value(maximum.value)}"
         if maximum.value
@@ -264,7 +264,7 @@ def device_details(
 
 
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
-    """Replace the lines of metrics that the device doesn't support by one sentence at the end."""
+    """Replace the lines of metrics that the device doesn't support with one sentence at the end."""
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
     names = ", ".join(fact.spans[0].text.strip() for fact in missing)
     words = text_lines(f"Not reported by this device: {names}.", width, 6, "dim") if names else ()
@@ -335,7 +335,7 @@ def _reading_column(
 
 
 def _sort_value(reading: Reading) -> float:
-    """Return a reading's value to sort by, or -1 if it is unknown."""
+    """Return the value by which a reading is sorted, or -1 if it is unknown."""
     return -1.0 if reading.value is None else reading.value
 
 
@@ -440,6 +440,6 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
 
 
 def empty_process_text(devices: Sequence[DeviceSample]) -> Lesson:
-    """Return the text of the table without processes, which says how to start a training run."""
+    """Return the help to show if there are no processes: how to start a training run."""
     only_cpu = bool(devices) and all(sample.device.on_cpu for sample in devices)
     return NO_TRAINING if only_cpu else NO_PROCESS

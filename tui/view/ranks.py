@@ -33,8 +33,8 @@ NO_STEP = RankStep(0.0, 0.0, 0.0, 0.0, 0.0)
 class RankRow(msgspec.Struct, frozen=True):
     """A rank of a training run on one of its devices.
 
-    An unknown number is 0, an unknown text "", and an unknown rank -1. Fields that end in `_s` are
-    in seconds.
+    An unknown number is 0, an unknown string "", and an unknown rank -1. Fields that end in `_s`
+    are in seconds.
     """
 
     rank: int
@@ -75,7 +75,7 @@ DOING: dict[Doing, str] = {  # what a silent rank is doing
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """A reason why a training run is slow or doesn't go on."""
+    """A reason why a training run is slow or has stopped making progress."""
 
     kind: str  # the kind of a limit, or SILENT
     text: str
@@ -146,13 +146,13 @@ def measure_on_device(
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """Return for how many seconds a rank's report is overdue, or 0 if it is only slightly late."""
+    """Return how long a rank's report is overdue in seconds, or 0 if it is only slightly late."""
     late_s = report.late_seconds(at_seconds)
     return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
 
 
 def work_by_device(snapshot: Snapshot) -> Work:
-    """Return the seconds of compute and waiting in a step of each device that trains.
+    """Return how many seconds of a step each training device computes, and how many it waits.
 
     Devices with overdue reports are left out. The host in the keys is "" for devices of this
     machine.
@@ -180,7 +180,7 @@ def find_causes(
     processes: Sequence[ProcessSample],
     missing_ranks: int = 0,
 ) -> tuple[Cause, ...]:
-    """Return why a training run is slow, such as silent ranks, heat, or other processes.
+    """Return the reasons why a training run is slow, such as silent ranks or other processes.
 
     - `analysis`: the analysis of its steps.
     - `processes`: all processes on the devices.
@@ -196,7 +196,7 @@ def find_causes(
 
 
 def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
-    """Return a rank's name: its device or, if several ranks share that, a name such as "Rank 3"."""
+    """Return a rank's name: its device or, if several ranks share it, a name such as "Rank 3"."""
     if row.device and sum(other.device == row.device for other in rows) == 1:
         return row.device
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
@@ -224,7 +224,7 @@ def _find_silent_causes(rows: Sequence[RankRow], missing_ranks: int) -> Iterator
 def _find_blocking_ranks(silent: Sequence[RankRow]) -> list[RankRow]:
     """Return the silent ranks that the other ranks wait for.
 
-    These are the ranks that have stopped or, if none has, those that are furthest behind.
+    These are the ranks that have stopped or, if none has stopped, those that are furthest behind.
     """
     stopped = [row for row in silent if not row.doing]
     if stopped or not silent:
@@ -253,7 +253,7 @@ def _describe_all(rows: Sequence[RankRow], missing_ranks: int) -> Cause:
 def _describe_silent(row: RankRow, name: str, others_wait: bool, others_unknown: bool) -> Cause:
     """Describe how long a rank has been silent, in which phase of a step, and whether others wait.
 
-    `others_unknown` means that it isn't known how far some of the other ranks are.
+    `others_unknown` means that the progress of some other ranks is unknown.
     """
     if others_wait and not row.doing:
         silent = f"{name} has been silent for {duration(row.silent_s)}"
@@ -277,15 +277,15 @@ def _waiting_for_it(others_wait: bool) -> str:
 
 
 def _silence_kind(row: RankRow) -> str:
-    """Return the kind of limit for the phase in which a rank is silent, or else `SILENT`."""
+    """Return the `kind` of the cause for a silent rank: a limit of its phase, or else `SILENT`."""
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return how far a silent rank is, as its batch and its phase of the step.
+    """Return how far a silent rank has got: its batch, and its phase of the step as an index.
 
-    The lowest value is that of the rank that is furthest behind.
+    A rank that is further behind has a smaller tuple.
     """
     # Some ranks request their next batch before their work between steps, others after it, so these
     # two phases count as equally far.
@@ -308,7 +308,7 @@ _WHAT = {  # sentences about what takes time in a step, for all ranks and for a 
 def _describe_limit(
     limit: TrainingLimit, analysis: TrainingAnalysis, rows: Sequence[RankRow]
 ) -> Cause:
-    """Describe a limit on the speed of a training run as a cause of slowness."""
+    """Return the cause of slowness that corresponds to a limit on the run's speed."""
     # For a limit of one rank, the description says whether the other ranks wait for it.
     seconds, part = limit.milliseconds / 1e3, limit.share
     blamed_rows = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]
@@ -332,7 +332,7 @@ def _write_limit(
 ) -> str:
     """Describe a limit in words, with its milliseconds or its percentage of a step.
 
-    - `blamed_rows`: the rank that causes the limit; empty if several ranks do.
+    - `blamed_rows`: the row of the rank that causes the limit; empty if several ranks cause it.
     - `longest_wait_s`: the longest time in seconds that a rank waits in a step.
     """
     took = milliseconds(limit.milliseconds / 1e3)

@@ -133,7 +133,7 @@ def _written(finished: Finished) -> VerdictText | None:
 
 
 def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
-    """Return a line with as many keys as fit. A click on a key presses it."""
+    """Return a line with as many keys as fit. Clicking a key is the same as pressing it."""
     spans: list[Span] = []
     for hint in keys:
         action = f"app.simulate_key('{hint.key}')"

@@ -112,7 +112,7 @@ def difference_lines(first_run: StoredRun, second_run: StoredRun, width: int) ->
 
 
 def _heading(first_run: str, second_run: str, width: int) -> Line:
-    """Return the heading, with the ids of the two runs."""
+    """Return the table's heading, with the ids of the two runs."""
     runs = " ".join(fit(plain(run), width) for run in (first_run, second_run))
     return line(Span(f" {'':<{LABEL_CELLS}}{runs} change", "title"))
 

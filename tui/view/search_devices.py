@@ -85,7 +85,7 @@ def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 def _monitor_column(
     key: str, widths: tuple[int, ...], min_table_width: int = 0
 ) -> Column[SearchDeviceRow]:
-    """Make a column that shows a metric in the same way as the table of the Monitor screen.
+    """Return a column that shows a metric in the same way as the table of the Monitor screen.
 
     It is hidden in tables of fewer than `min_table_width` cells, and in a replay.
     """
@@ -135,7 +135,10 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw the device's highest samples/s alone, and the rows per step at which it was reached."""
+    """Draw a device's highest samples/s when it trains alone, and the rows per step it had.
+
+    If there is room, a bar precedes them, which is full for the fastest device.
+    """
     # If there is room, a bar precedes them, which is full for the fastest device.
     spans = _alone_spans(row.state, row.device)
     if span_cells(spans) > width:
@@ -153,7 +156,7 @@ def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
-    """Return a device's highest samples/s alone, and the rows per step at which it was reached."""
+    """Return a device's highest samples/s when it trains alone, and the rows per step it had."""
     solo = best_solo(state, device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)
@@ -189,7 +192,7 @@ def _largest_that_fits(row: SearchDeviceRow) -> str:
 
 
 def _memory_forms(largest: str, failed_batch: int | None) -> list[tuple[Span, ...]]:
-    """Return texts about the largest batch that fits in memory, the longest text first."""
+    """Return several wordings for the largest batch that fits in memory, longest first."""
     if failed_batch is None:
         return [(Span(f"fits {largest}") if largest else Span(Mark.NONE, "dim"),)]
     failed_span = Span(f"{Mark.WALL}{failed_batch}", "bad")

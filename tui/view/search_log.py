@@ -47,7 +47,7 @@ class LogRow(msgspec.Struct, frozen=True):
 
 
 def log_rows(state: SessionState) -> list[LogRow]:
-    """Return the rows of all measurements, the newest first."""
+    """Return the rows of all measurements, newest first."""
     first = state.probes - len(state.seen) + 1
     fastest, alone = 0.0, dict[int, dict[int, float]]()
     rows: list[LogRow] = []
@@ -72,7 +72,8 @@ def _find_news(
     """Return a remark about a measurement, such as its warnings or its gain, or "".
 
     - `fastest`: the highest samples/s before it.
-    - `solo_speeds`: earlier samples/s of each device alone, by device and batch size.
+    - `solo_speeds`: the samples/s that each device has reached alone so far, by device and batch
+      size.
     """
     if not isinstance(observation, Timed):
         return ""

@@ -57,7 +57,7 @@ class BestPoint(NamedTuple):
 
 
 def best_over_time(state: SessionState) -> tuple[BestPoint, ...]:
-    """Return the measurements that were the fastest so far when they ended, the oldest first."""
+    """Return each measurement that was faster than all that ended before it, oldest first."""
     found: list[BestPoint] = []
     for entry in state.seen:
         seen = entry.seen
@@ -182,7 +182,7 @@ def best_text(state: SessionState) -> str:
 
 
 def best_chart(state: SessionState) -> Chart:
-    """Return the chart of the highest samples/s against the search's time in seconds."""
+    """Return a chart of the highest samples/s so far against the seconds since the search began."""
     points = best_over_time(state)
     alone = [point for point in points if not point.together]
     together = [point for point in points if point.together]

@@ -61,7 +61,7 @@ def _draw_lanes(
 
 
 def _number_changes(change_cells: Sequence[int], room: int) -> str:
-    """Return the line below the drawing, which has the number of each change at its cell."""
+    """Return the line below the drawing, with the number of each change at the change's cell."""
     # The sentences about the training's changes use the same numbers.
     marks = [" "] * room
     for number, place in enumerate(change_cells, 1):
@@ -75,7 +75,7 @@ def _cell_of_change(
 ) -> int:
     """Return the cell at which a change is drawn on a time axis that ends at `at_seconds`.
 
-    `changes` are all changes, the oldest first.
+    `changes` are all changes, oldest first.
     """
     first = changes[0].at
     whole = max(at_seconds - first, 1e-9) / (1 - MARGIN)

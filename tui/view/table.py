@@ -52,7 +52,7 @@ class Grid(NamedTuple, Generic[RowT]):
     draw: Callable[[RowT, Mapping[str, int], int, bool], Line] | None = None
 
     def widths(self, width: int, rows: Sequence[RowT]) -> dict[str, int]:
-        """Return the widths of the visible columns in cells, by the columns' keys."""
+        """Return the width of each visible column in cells, by the column's key."""
         # Each column starts with the first of its `widths`. While there are cells left, the columns
         # take their second widths, from left to right, then their third widths, and so on.
         # Remaining cells go to the columns that may be as wide as `most`, from right to left.
@@ -90,7 +90,7 @@ UNSORTED = Order()
 
 
 def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
-    """Return the keys of the columns by which the table can be sorted."""
+    """Return the keys of the columns that the table can be sorted by."""
     return tuple(column.key for column in columns if column.value is not None)
 
 
@@ -120,7 +120,7 @@ def matches(text: str, words: str) -> bool:
 
 
 def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Cell[RowT]:
-    """Return a function that draws a table cell with a text of its row, in one tone."""
+    """Return a function that draws a table cell: the result of `text` for the row, in one tone."""
     return lambda row, width: (Span(cut(plain(text(row)), width), tone),)
 
 

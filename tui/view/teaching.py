@@ -11,7 +11,7 @@ BETWEEN_CELLS = 3  # cells between the longest command and the descriptions
 
 
 class Step(NamedTuple):
-    """A key or command, and what it does. A click runs `action`, or nothing if that is ""."""
+    """A key or command, and what it does. Clicking it runs `action`, unless that is ""."""
 
     does: str
     words: str

@@ -1,4 +1,4 @@
-"""Graphs of metrics over time, drawn in braille with the newest values at the right.
+"""Graphs of metrics over time, drawn in braille with the newest values on the right.
 
 A tick is one reading of the devices. A cell has two columns of dots. A column stands for one or
 more ticks or, in a short history, a tick takes several columns. A cell always begins at the same
@@ -27,16 +27,16 @@ class PastTicks(Protocol):
 
     @property
     def ticks(self) -> int:
-        """The number of readings since the start."""
+        """The number of readings since the sampler was started."""
 
     def history(self, key: str, metric: str, newest: int) -> tuple[float | None, ...]:
-        """Return the last values of a metric, up to `newest` of them, the oldest first.
+        """Return the last values of a metric, up to `newest` of them, oldest first.
 
         `key` identifies a device or a training run. Unknown values are None.
         """
 
     def times(self, newest: int) -> tuple[float, ...]:
-        """Return the Unix times of the last readings, up to `newest` of them, the oldest first."""
+        """Return the Unix times of the last readings, up to `newest` of them, oldest first."""
 
 
 class TickWindow(NamedTuple):
@@ -49,12 +49,12 @@ class TickWindow(NamedTuple):
 
     @property
     def last_cell(self) -> int:
-        """The cell of the newest reading, counted from the first reading since the start."""
+        """The cell of the newest reading. Cells are counted from the sampler's first reading."""
         return max(0, self.ticks * self.stretch // self.per_dot - 1) // 2
 
     @property
     def first_cell(self) -> int:
-        """The cell at the left edge, counted from the first reading since the start.
+        """The cell at the left edge. Cells are counted from the sampler's first reading.
 
         It is negative as long as the history doesn't fill the graph.
         """
@@ -73,9 +73,9 @@ class TickWindow(NamedTuple):
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return a value for each column of dots, which is the mean of its readings, or None.
+        """Return the mean of the readings in each column of dots, or None if it has no values.
 
-        `values` has a value for each reading, the oldest first.
+        `values` has a value for each reading, oldest first.
         """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:

@@ -120,7 +120,7 @@ def place_graphs(
 
 
 def _has_reported(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> bool:
-    """Return whether a device reports a metric now, or did so in the stored readings.
+    """Return whether a device reports a metric now, or has done so in a stored reading.
 
     A metric whose axis has no upper end, such as samples/s, counts only if it isn't 0.
     """
@@ -200,7 +200,7 @@ def _heading(plan: GraphPlan, width: int) -> Line:
 def _draw_label(
     sample: DeviceSample, rows: int, width: int, is_chosen: bool
 ) -> list[tuple[Span, ...]]:
-    """Return lines with a device's label and product name, to draw at the left of its graphs."""
+    """Return lines with a device's label and product name, to draw to the left of its graphs."""
     room = width - 2
     label = cut(sample.device.label.rpartition("/")[2], room)
     mark = Mark.CURSOR if is_chosen else " "
@@ -257,7 +257,7 @@ def _draw_gutter(
     rows: int,
     column: int | None,
 ) -> list[tuple[Span, ...]]:
-    """Return the labels at the left of a graph, which are the ends of its axis and one value.
+    """Return the labels to the left of a graph: the ends of its axis, and one value.
 
     The value is the newest one or, if `column` isn't None, the one at the cursor.
     """

@@ -53,7 +53,7 @@ class Reader(NamedTuple):
     window: TickWindow
 
     def read(self, key: str, metric: str) -> Values:
-        """Return the values of a metric in the time window, the oldest first."""
+        """Return the values of a metric in the time window, oldest first."""
         return self.past.history(key, metric, self.window.newest)
 
 
@@ -118,10 +118,7 @@ def _max_columns(width: int, limit: int, ticks: float) -> int:
 
 
 def _min_columns(count: int, limit: int, height: int) -> int:
-    """Return how many columns are needed to make each of `count` graphs high enough.
-
-    At most `limit`.
-    """
+    """Return how many columns make each of `count` graphs high enough, at most `limit`."""
     for columns in range(1, limit):
         if -(-count // columns) * GOOD_HEIGHT <= height:
             return columns
@@ -134,8 +131,9 @@ ALL, POWER, NOISE = "all devices", "power", "noise scale"
 def _list_captions(row: TrainingRow, keys: Mapping[str, str], max_graphs: int) -> list[str]:
     """Return the captions of the graphs to show, at most `max_graphs`.
 
-    The first graph shows all devices together, unless some ranks don't report here. Then comes a
-    graph for each label in `keys` if there is room, and at the end power and noise scale if known.
+    The first graph shows all devices together, unless some ranks don't report here. It is
+    followed by one graph for each label in `keys`, if there is room for all of them, and by the
+    graphs of power and noise scale, if these are known.
     """
     together = [] if row.missing_ranks else [ALL]
     each = [*keys] if len(keys) > 1 or not together else []
@@ -147,7 +145,10 @@ def _list_captions(row: TrainingRow, keys: Mapping[str, str], max_graphs: int) -
 def _make_graphs(
     row: TrainingRow, keys: Mapping[str, str], captions: Sequence[str], reader: Reader
 ) -> list[Graph]:
-    """Return the graphs with these captions."""
+    """Return the graphs with the given captions, in the same order.
+
+    `keys` maps the label of each device to the key of its stored readings.
+    """
     speeds = {label: reader.read(key, "samples_per_second") for label, key in keys.items()}
     top = nice_ceiling(_highest(speeds.values()))
     graphs = []
@@ -229,7 +230,7 @@ def _caption(graph: Graph, width: int) -> tuple[Span, ...]:
 
 
 def _draw_level_line(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Draw a horizontal line through the empty cells of a graph's row."""
+    """Draw a horizontal line through one row of a graph, wherever the row's cells are empty."""
     spans = []
     for sign in text:
         free = sign in " \u2800"

@@ -111,7 +111,7 @@ def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
 
 
 def _indent(draw_cell: Cell[TrainingRow]) -> Cell[TrainingRow]:
-    """Return a cell function that draws a blank in front of a cell."""
+    """Return a function that draws the same cell as `draw_cell`, with a blank in front."""
     return lambda row, width: (Span(" "), *draw_cell(row, width - 1))
 
 
@@ -185,9 +185,10 @@ def _rank_value(
     tone: Tone,
     is_known: Callable[[RankRow], float],
 ) -> Cell[RankRow]:
-    """Return a cell function that draws a value of a rank, or a mark if it isn't known.
+    """Return a function that draws the cell of one value in the table of ranks.
 
-    If the rank is silent, its last value is drawn dim.
+    `value` reads the number from a rank's row, and `is_known` returns 0 if the number is unknown.
+    An unknown value is drawn as a mark, and the last value of a silent rank is dim.
     """
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
@@ -218,7 +219,7 @@ def _write_duration(seconds: float) -> str:
 
 
 def _waiting_s(row: RankRow) -> float:
-    """Return for how many seconds of a step a rank waits for other ranks."""
+    """Return how many seconds of a step a rank waits for other ranks."""
     # if the parts are unknown, this includes the exchange of gradients
     return row.step.waiting_s if row.step.step_s else row.waiting_s
 
@@ -309,14 +310,14 @@ def _cause_lines(row: TrainingRow, is_late: bool, width: int) -> Iterator[Line]:
 
 
 def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
-    """Yield how long ago a training run ended, and then its summary."""
+    """Yield a line that says how long ago a training run ended, and then its summary."""
     yield from text_lines(f"Ended {duration(row.ended_s)} ago.", width, 1, "strong")
     for each in row.summary:
         yield from _marked(each, "text", Mark.DOT, width)
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Say that no cause was found, and how much of a step each possible cause takes at most."""
+    """Return sentences that say that no cause was found, and how small the possible ones are."""
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training reports no parts of its steps."
@@ -336,7 +337,7 @@ def _list_excluded_causes(row: TrainingRow) -> str:
 
 
 def _describe_faster_shares(row: TrainingRow) -> Iterator[str]:
-    """Yield which shares would be faster, their gain, and whether the run will use them."""
+    """Yield sentences that name faster shares and their gain, and say whether they will be used."""
     # For an ended training, yield why it didn't adopt them. If the current shares are the fastest,
     # yield nothing.
     if row.advice is None:
@@ -360,7 +361,7 @@ def _describe_faster_shares(row: TrainingRow) -> Iterator[str]:
 
 
 def _explain_stay(row: TrainingRow) -> Iterator[str]:
-    """Yield why a training run that has ended didn't change its shares."""
+    """Yield a sentence that says why a training run kept its shares until it ended."""
     if row.pending is None:
         if not row.changes:
             yield "It kept its shares: it wasn't asked to change them while it trains."
@@ -420,7 +421,7 @@ def _write_rate(row: TrainingRow) -> str:
 
 
 def _write_step_time(row: TrainingRow) -> str:
-    """Return the time of a step and its spread, and how much goes to input and between steps."""
+    """Return the step time, its spread, and the time for input and between steps, in a sentence."""
     spread = f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
     parts = {"of it for input": row.input_s, "between steps": row.between_s}
     spent = "".join(

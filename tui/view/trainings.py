@@ -64,7 +64,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """What identifies the run, which is (id, 0), or ("", pid) for a process without an id."""
+        """The key that identifies the run: (id, 0), or ("", pid) for a process without an id."""
         return self.training, 0 if self.training else self.ranks[0].pid
 
 
@@ -75,7 +75,7 @@ MOST_KEPT = 3  # maximum number of ended trainings shown; the newest ones are
 class EndedTrainings:
     """Keeps up to three training runs on the screen for ten minutes after they have ended.
 
-    `find_summary` gets a run's id, and returns the lines of its summary or none.
+    `find_summary` gets a run's id, and returns the lines of its summary, or no lines.
     """
 
     def __init__(self, find_summary: Callable[[str], Sequence[str]]) -> None:
@@ -84,7 +84,7 @@ class EndedTrainings:
         self._summaries: dict[str, tuple[str, ...]] = {}
 
     def add_ended(self, rows: Sequence[TrainingRow], at_seconds: float) -> tuple[TrainingRow, ...]:
-        """Return the running training runs, followed by those that have ended, the newest first.
+        """Return the running training runs, followed by those that have ended, newest first.
 
         `rows` are the running ones. `at_seconds` is the current time in Unix seconds.
         """
@@ -225,7 +225,7 @@ def _analyse_steps(
 
 
 def _add_steps(rows: Sequence[RankRow], analysis: TrainingAnalysis) -> tuple[RankRow, ...]:
-    """Add to each reporting rank how its step time is divided into parts."""
+    """Add the parts of the step time to the row of each rank that reports."""
     steps = iter(analysis.steps)
     return tuple(
         row if row.silent_s else msgspec.structs.replace(row, step=next(steps)) for row in rows
@@ -233,7 +233,7 @@ def _add_steps(rows: Sequence[RankRow], analysis: TrainingAnalysis) -> tuple[Ran
 
 
 def _total_watts(ranks: Sequence[RankOnDevice]) -> float:
-    """Return the power of all devices together, or 0 if the power of one is unknown."""
+    """Return the power of all devices together in watts, or 0 if the power of one is unknown."""
     samples = {place.sample.device.label: place.sample for place in ranks if place.sample}
     watts = [sample.power_watts.current for sample in samples.values()]
     known = [watt for watt in watts if watt is not None]

@@ -59,7 +59,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         state: SessionState | None = None,
         samples: Sequence[DeviceSample | None] | None = None,
     ) -> None:
-        """Set the state of the search or the readings of its devices. None changes nothing."""
+        """Set the state of the search, or the readings of its devices. None keeps the old ones."""
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = search_device_rows(state, self._samples)
@@ -71,7 +71,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
 
 
 class LogPanel(ListPanel[LogRow]):
-    """Table of a search's measurements, the newest first."""
+    """Table of a search's measurements, newest first."""
 
     OPEN = "screen.open_probe"
 
@@ -88,7 +88,7 @@ class LogPanel(ListPanel[LogRow]):
         return row.number
 
     def set_data(self, state: SessionState) -> None:
-        """Show the measurements. If the cursor is on the newest row, it moves to each new one."""
+        """Show the measurements. If the cursor is on the newest one, it moves to each newer one."""
         if state.seen is not self._seen:
             self._seen = state.seen
             follows = self.cursor == 0
@@ -112,7 +112,7 @@ class ResultPanel(Lines):
         super().__init__(id="result", classes="panel")
 
     def set_data(self, state: SessionState, keys: Sequence[KeyHint]) -> None:
-        """Show as much of the result as fits, and the keys that act on it."""
+        """Show as much of the result as fits, with the keys that act on it."""
         self.entitle("Result", f"run {plain(state.run)}" if state.run else "")
         self.show(result_lines(state, *self.size, keys))
 

@@ -53,7 +53,7 @@ class Lines(UsesApp, Widget):
     """
 
     class Resized(Message):
-        """Message: the widget has a new size."""
+        """Posted after the widget's size has changed."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Lines(UsesApp, Widget):
         """Draw the content again, for example in a new size; subclasses override it."""
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Replace the shown lines by new ones."""
+        """Replace the shown lines."""
         before, self._lines = self._lines, tuple(lines)
         pairs = zip_longest(before, self._lines, fillvalue=BLANK)
         changed = [y for y, (old, new) in enumerate(pairs) if old != new]
@@ -105,13 +105,13 @@ class Lines(UsesApp, Widget):
             self.border_subtitle = Content(self.evener.to_drawable(subtitle))
 
     def refresh(self, *regions: Region, **options: Any) -> Self:
-        """Redraw some regions of the widget or, without regions, all of it."""
+        """Redraw the given regions of the widget, or all of it if none are given."""
         if not regions:
             self._drawn = None
         return super().refresh(*regions, **options)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Return the rows in a region, including the frame."""
+        """Return the rows in a region of the widget, including the frame."""
         # If only lines have changed, the other rows of the last drawing are reused. Textual's own
         # method isn't called then, because it looks up the styles of every row.
         drawn = self._drawn
@@ -144,7 +144,7 @@ class Lines(UsesApp, Widget):
         return _Drawn(crop, rows, lines, segments[:left], segments[len(segments) - right :])
 
     def render_line(self, y: int) -> Strip:
-        """Return a row without the frame."""
+        """Return row `y` of the content, without the frame."""
         return self._draw(y, self.size.width)
 
     def _draw(self, y: int, width: int) -> Strip:

@@ -50,7 +50,7 @@ class ListPanel(Lines, Generic[RowT]):
     OPEN = ""  # the action that shows the row under the cursor in full; empty: rows have no details
 
     class Moved(Message):
-        """Message: the user has moved the cursor."""
+        """Posted after the user has moved the cursor."""
 
     def __init__(self, title: str = "", *, id: str) -> None:  # noqa: A002 - Textual's name
         super().__init__(title, id=id, classes="panel")
@@ -203,7 +203,7 @@ class SortedPanel(ListPanel[RowT]):
         return (Span(Mark.TAGGED if self.identity(row) in self.tagged else "", "speed"),)
 
     def action_tag(self) -> None:
-        """Mark the row under the cursor or remove its mark, then move the cursor down."""
+        """Mark or unmark the row under the cursor, then move the cursor down."""
         if self.chosen is not None:
             self.tagged ^= {self.identity(self.chosen)}
             self.action_move(1)
@@ -223,7 +223,7 @@ class SortedPanel(ListPanel[RowT]):
         self.action_sort(self.order.key)
 
     def action_sort(self, key: str) -> None:
-        """Sort by the column with this key. If it is the current one, reverse the order."""
+        """Sort by the column with this key. If it is the current one already, reverse the order."""
         self.order = chosen_order(self.COLUMNS, key, self.order)
         self.redraw()
 
@@ -243,7 +243,7 @@ class Ticks(ListPanel[tuple[str, str]]):
     ]
 
     class Ticked(Message):
-        """Message: the user has ticked or cleared an entry."""
+        """Posted after the user has ticked or cleared an entry."""
 
     # Textual's name
     def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002
@@ -252,7 +252,7 @@ class Ticks(ListPanel[tuple[str, str]]):
         self.ticked: frozenset[int] = frozenset()
 
     def offer(self, entries: Sequence[tuple[str, str]], ticked: frozenset[int]) -> None:
-        """Set the entries, each a name and a note, and which positions are ticked."""
+        """Set the entries, each a name and a note, and the positions of those that are ticked."""
         self.rows, self.ticked = entries, ticked
         self.cursor = min(ticked, default=0) if self._single else 0
         self.redraw()
@@ -313,12 +313,12 @@ class Ticks(ListPanel[tuple[str, str]]):
 
 
 class OneOf(Lines):
-    """Field that shows one of several words. Arrow keys or a click change it."""
+    """Field that shows one of several words. An arrow key or a click switches to another word."""
 
     can_focus = True
 
     class Changed(Message):
-        """Message: the user has chosen another word."""
+        """Posted after the user has chosen another word."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right,space,enter", "change(1)", "Next", show=False),
@@ -345,7 +345,7 @@ class OneOf(Lines):
         )
 
     def action_change(self, steps: int) -> None:
-        """Choose the word that is `steps` further on. After the last word comes the first one."""
+        """Move on by `steps` words. The first word follows the last one."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()

@@ -26,14 +26,14 @@ class ChartPanel(Lines):
     can_focus = True
 
     class Moved(Message):
-        """Message: the cursor has moved to `x`, or None if it is hidden."""
+        """Posted after the cursor has moved to `x`; None means that it was hidden."""
 
         def __init__(self, x: float | None) -> None:
             super().__init__()
             self.x = x
 
     class Scaled(Message):
-        """Message: the user has switched between logarithmic and linear axes."""
+        """Posted after the user has switched between logarithmic and linear axes."""
 
         def __init__(self, log2: bool) -> None:
             super().__init__()
@@ -56,7 +56,7 @@ class ChartPanel(Lines):
 
     @property
     def shown_chart(self) -> Chart:
-        """The chart, with the kind of axes that the user has chosen."""
+        """The chart, with logarithmic or linear axes as the user has chosen."""
         if self.log2:
             return self.chart
         return self.chart._replace(log2_x=False, log2_y=False)
@@ -78,7 +78,7 @@ class ChartPanel(Lines):
             self.post_message(self.Moved(x))
 
     def action_step(self, steps: int) -> None:
-        """Move the cursor to the right by `steps` points, or to the left if it is negative."""
+        """Move the cursor to the right by `steps` points, or to the left if `steps` is negative."""
         stops = self.chart.stops()
         if not stops:
             return

@@ -27,7 +27,7 @@ class TimelinePanel(Lines):
 
     @property
     def span(self) -> float:
-        """The shortest time that the graphs show, in seconds.
+        """The time in seconds that the graphs show at least.
 
         It is the choice in `SPANS` that is nearest to the user's setting.
         """
@@ -110,7 +110,7 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def toggle_scale(self) -> None:
-        """Switch between one scale for all devices and one for each, and save the choice."""
+        """Switch between one scale for all devices and a scale for each, and save the choice."""
         self.evener.change_settings(common_scale=not self.evener.settings.common_scale)
         self.redraw()
 
