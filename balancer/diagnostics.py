@@ -204,7 +204,7 @@ def _name_variables(transport: Transport) -> str:
 
 
 def write_link(measurement: LinkMeasurement) -> str:
-    """Return a measurement as text: bandwidth and latency, or how the link failed."""
+    """Describe a measurement of a link: its bandwidth and latency, or how it failed."""
     if measurement.outcome == "ok":
         speed = f"{measurement.bytes_per_second / 1e9:.3g} GB/s"
         return f"{measurement.transport} {speed}, {measurement.latency_seconds * 1e6:.3g} µs"

@@ -153,7 +153,7 @@ def write_devices(layout: Layout, labels: Sequence[str]) -> str:
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """Return the devices' fractions as text, such as "0.600 : 0.400", or "" if there are many.
+    """Format the devices' fractions, such as "0.600 : 0.400"; "" if there are many devices.
 
     `ratios` has one fraction for each device of the request.
     """
@@ -340,8 +340,7 @@ class PackFamily(Family):
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
     """Return the layout in which the workload itself places its model on the first devices.
 
-    Returns None if fewer than two devices would be used, or if `batch` has fewer rows than devices
-    are used.
+    Returns None if this would use fewer than two devices, or more devices than `batch` has rows.
     """
     # the shares only mark devices as used; the workload doesn't split the batch by them
     used = min(devices, placement.devices)

@@ -373,7 +373,7 @@ def _sort_families(
 
 
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """Resolve a request for a plan that also tries several numbers of data loader workers.
+    """Resolve a request for a plan, whose search also tries several numbers of data loader workers.
 
     `knobs` are the names of the options to try. Only "workers" is allowed; RequestError is raised
     for other names. If this workload's number of workers can't be changed,

@@ -274,7 +274,10 @@ def read(path: Path, *, foreign: bool = False) -> JournalContents:
 
 
 def _explain_broken_line(line: str, foreign: bool) -> str:
-    """Return what the user should do about a broken line."""
+    """Return what the user should do about a broken line of a journal.
+
+    `foreign` says whether the journal may be another user's.
+    """
     return (
         "Copy the file again."
         if foreign
@@ -338,7 +341,8 @@ def _check_schema(text: bytes, path: Path) -> None:
 def _check_against_header(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
     """Return the entry, or raise RequestError if it doesn't match the journal's header.
 
-    `where` names the entry's line in the error.
+    `where` names the entry's line in the error. `foreign` says whether the journal may be another
+    user's, which changes the advice in the error.
     """
     if isinstance(entry, Header):
         raise RequestError(

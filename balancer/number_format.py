@@ -56,9 +56,10 @@ def write_share(batch: int, micro: int) -> str:
 
 
 def relative_error(value: float, low: float, high: float) -> float:
-    """Return half of the interval's width relative to the value, or 0 if the value is 0.
+    """Return the error of a value as a fraction of the value, or 0 if the value is 0.
 
-    If the upper bound is farther from the value than the lower one, the distance to it is used.
+    The error is half of the interval's width or, if that is larger, the distance from the value to
+    the upper bound.
     """
     # near 0, an interval may be lopsided
     return max(high - value, (high - low) / 2) / value if value else 0.0
@@ -113,9 +114,9 @@ def millions(count: int) -> str:
 
 
 def join_shares(shares: Sequence[Sequence[int]]) -> str:
-    """Format shares as text, joined by "+", such as "826 + 571".
+    """Format shares, joined by "+", such as "826 + 571".
 
-    `shares` has the rows of each share, and the rows of its largest pass.
+    Each item of `shares` has the rows of a share, and the rows of its largest pass.
     """
     words = [write_share(rows, micro) for rows, micro in shares]
     return " + ".join(f"({share})" if "=" in share and len(words) > 1 else share for share in words)

@@ -169,7 +169,7 @@ def _choose_budget(
 def _read_budget(record: JournalContents) -> float | None:
     """Return the run's current budget in seconds; None means no limit.
 
-    This is the original budget, unless a resumed search had another one.
+    This is the original budget, unless a resumed search changed it.
     """
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None

@@ -188,7 +188,7 @@ class RatedLayout(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Rows per device as text, such as "640+384"; devices without rows are left out."""
+        """Rows per device, such as "640+384"; devices without rows are left out."""
         return "+".join(str(batch) for batch in self.batches if batch)
 
 

@@ -62,7 +62,7 @@ def find_correlation(values: Sequence[float]) -> float:
 
 
 def single_step_error(first_seconds: float, seconds: float) -> float:
-    """Estimate the error of a step time for which only a single step was timed.
+    """Estimate the error of a step time that comes from a single timed step, which took `seconds`.
 
     The error is half of the 95 % interval, as a fraction of the step time. It combines a typical
     error with the difference from the untimed first step, which took `first_seconds`. The first
@@ -74,7 +74,7 @@ def single_step_error(first_seconds: float, seconds: float) -> float:
 
 
 def typical_single_step_error(pairs: Sequence[tuple[float, float]]) -> float:
-    """Estimate the typical error of step times for which only a single step was timed.
+    """Estimate the usual error of a step time that comes from a single timed step.
 
     The error is half of the 95 % interval, as a fraction of the step time. `pairs` has, for each
     probe, the seconds of its untimed first step and of its timed step.
@@ -86,10 +86,11 @@ def typical_single_step_error(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _pool_step_errors(differences: Sequence[float], fitted: int) -> float:
-    """Combine measured differences between steps with the usual error of a single step.
+    """Estimate the error of a single step, from its usual size and from measured differences.
 
-    Returns half of the 95 % interval of a single step, as a fraction of its time. `fitted` is the
-    number of parameters that were fitted to the differences.
+    `differences` are relative differences between steps. `fitted` is the number of parameters that
+    were fitted to them. Returns half of the 95 % interval of a single step, as a fraction of its
+    time.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(
         difference**2 / 2 for difference in differences

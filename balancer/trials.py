@@ -1,8 +1,8 @@
 """Measurements outside a search: runs at given batch sizes, and dry runs.
 
-The metrics of a run are given per device. They come from the timed steps if these separate a
-device's compute time (own work) from waiting, as on CPU slices and simulated devices. Otherwise,
-each device is also timed alone at its share.
+The metrics of a run are given per device. They come from the timed steps if these separate the
+time that a device computes (own work) from the time it waits, as on CPU slices and simulated
+devices. Otherwise, each device is also timed alone, with its share of the batch.
 
 A dry run shows what to expect of a search. It builds the workload once and runs steps of two small
 batches on one device. None of its results are saved.
@@ -92,7 +92,7 @@ def choose_layout(
     """Return the layout that the user asked `evener probe` to measure.
 
     - `devices`: how many devices there are.
-    - `positions`: the devices to use; None means as many as there are batches, from the first on.
+    - `positions`: the devices to use; None means the first ones, as many as there are batches.
     - `batches`: the rows of each of the used devices.
     - `micro`: the most rows that each of them computes at once; empty means all of its rows.
 
@@ -144,11 +144,11 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
 def repeat_probe(
     job: Job, layout: Layout, repeat: int, length: ProbeLength, stop: threading.Event
 ) -> Iterator[Iterator[ProbeRepeat]]:
-    """Context manager that locks the devices, and yields an iterator that runs the layout.
+    """Context manager that locks the devices, and yields an iterator over repetitions of a probe.
 
-    It runs the layout `repeat` times, and yields each result. It ends early once `stop` is set.
-    Devices that the request shares aren't locked. Raises NoLayoutError if a probe fails, and
-    DeviceError if another search has a device.
+    The iterator runs the layout `repeat` times and yields each result. It ends early once `stop` is
+    set. If the request shares the devices with other searches, they aren't locked. Raises
+    NoLayoutError if a probe fails, and DeviceError if another search has a device.
     """
     with _locked_prober(job, layout.active) as prober:
         yield _runs(prober, layout, job.devices, repeat, length, stop)

@@ -120,7 +120,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def by_rows(self) -> bool:
-        """Whether shares are numbers of rows, whatever the lengths of the rows are."""
+        """Whether a share is just a number of rows, no matter how long these rows are."""
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
@@ -144,9 +144,9 @@ def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
     """Return the layout with these shares: "solo" if only one device has rows, else "split".
 
-    `micro` limits the rows that each device computes at once, in a pass; empty means one pass for
-    each share. The layout stores the rows of the largest pass after the rows are spread evenly over
-    the passes, so that layouts with the same passes compare equal.
+    `micro` limits the rows that each device computes in one pass; empty means one pass for each
+    share. The rows are spread evenly over the passes, and the layout stores the rows of the largest
+    pass. Layouts with the same passes are therefore equal.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
     if not micro:
@@ -161,8 +161,9 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
 class Probe(msgspec.Struct, frozen=True):
     """A request to time some training steps of one layout.
 
-    Two equal probes ask for the same measurement. So repeated measurements of a layout have
-    different values of `turn`, and so have repeated rounds in which each device runs alone.
+    Two equal probes ask for the same measurement. So if a layout is measured repeatedly, each
+    measurement has a different `turn`. The same holds for repeated rounds in which each device runs
+    alone.
     """
 
     layout: Layout
@@ -318,7 +319,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def power(self) -> Power | None:
-        """Mean power of the used and unused devices.
+        """Mean power of the used devices and of the unused ones.
 
         It is None if the power of any device is unknown.
         """

@@ -58,7 +58,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """How many seconds a rank's steps waited for input and ran the optimizer; None if unknown."""
+    """Seconds that a rank's steps waited for input, and that its optimizer ran; None if unknown."""
 
     input_seconds: float | None = None  # waiting for the rows of a batch
     update_seconds: float | None = None  # the optimizer's own step
@@ -144,14 +144,14 @@ class Workload(ABC):
         return None
 
     def read_phases(self) -> PhaseSeconds:
-        """Return how long steps waited for input and ran the optimizer since the previous call.
+        """Return how long steps waited for input, and the optimizer ran, since the previous call.
 
         It is only called when the devices have finished all steps.
         """
         return PhaseSeconds()
 
     def keep_batch(self, keep: bool) -> bool:
-        """Train on one and the same batch from now on (`keep`), or on new batches again.
+        """Reuse the same batch for every step if `keep` is set, else draw new batches again.
 
         The difference in step time is the cost of loading data. Returns False if the workload
         doesn't support it. `prepare` switches back to new batches.
@@ -167,10 +167,10 @@ class Workload(ABC):
         return None
 
     def time_on_device(self) -> float | None:
-        """Return the seconds of a step on the GPU if all its kernels are enqueued beforehand.
+        """Return the seconds that the GPU needs for a step whose kernels are enqueued beforehand.
 
         The difference from the normal step time is the host's overhead of launching kernels. All
-        ranks have to call this at the same time. None if it can't be measured.
+        ranks have to call this at the same time. Returns None if it can't be measured.
         """
         return None
 
@@ -186,10 +186,10 @@ class Workload(ABC):
         return self.memory.release()
 
     def read_shortage(self) -> str:
-        """Return the error of a step that ran out of memory but was completed.
+        """Return the error of a step that ran out of memory but was completed anyway.
 
-        In a group, the other ranks wait for such a step, so the rank computes the rest of it in
-        smaller passes. "" if there was none since `prepare`.
+        In a group, the other ranks wait for such a step. So the rank computes the rest of the step
+        in smaller passes. Returns "" if no step ran out of memory since `prepare`.
         """
         return ""
 
@@ -197,7 +197,8 @@ class Workload(ABC):
     def is_updating(self) -> bool:
         """Whether the optimizer is updating the weights, or its last update failed.
 
-        If an error occurs meanwhile, the weights may be inconsistent. False if that is unknown.
+        If an error occurs while this is True, the weights may be inconsistent. It is False if the
+        workload can't say.
         """
         return False
 
@@ -276,7 +277,7 @@ class MemoryMeter:
 
 
 def _return_unused() -> None:
-    """Give heap memory that the C library no longer uses back to the kernel."""
+    """Release heap memory that the C library holds but no longer uses."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

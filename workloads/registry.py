@@ -41,7 +41,7 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
 def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
-    """Make the registry entry of a built-in model.
+    """Create the registry entry of a built-in model.
 
     The prefix of the name says which framework it uses.
     """
@@ -192,8 +192,8 @@ def find(name: str, framework: str = "") -> Entry:
 def resolve_settings(entry: Entry, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the workload's settings: the given values, and defaults for the others.
 
-    Values may be text. Settings of the user's own function aren't checked. Raises `RequestError`
-    for an unknown setting, a wrong type or a value below the minimum.
+    Values may be strings, which are converted. Settings of the user's own function aren't checked.
+    Raises `RequestError` for an unknown setting, a wrong type or a value below the minimum.
     """
     if ":" in entry.name:
         return dict(values)

@@ -345,9 +345,9 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _missing_function_error(name: str, path: Path) -> RequestError:
-    """Return the error for a workload name without a function.
+    """Return the error for a workload name that doesn't include the name of a function.
 
-    It suggests functions of the file that may return the model.
+    The error suggests functions in the file that may return the model.
     """
     functions = [node for node in _functions(path) if _could_build(node)]
     free = _without_required_arguments(functions)

@@ -137,9 +137,9 @@ def _locate_workload(workload: str, why: str) -> str:
 
 
 def _explain_shards(record: JournalContents) -> Iterator[str]:
-    """Yield text about why sharding the model didn't help either.
+    """Yield a clause that says why sharding the model didn't help either.
 
-    Yields nothing if it wasn't tried.
+    Yields nothing if sharding wasn't tried.
     """
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
@@ -191,7 +191,7 @@ def _may_fit_in_shards(record: JournalContents) -> bool:
 def _write_smallest_steps(
     record: JournalContents, state: ModelState, tried: Sequence[Observation]
 ) -> str:
-    """Return text about the memory that the smallest measured step took on each device.
+    """Describe how much memory the smallest measured step took on each device.
 
     The memory of the device's part of the model isn't included.
     """
@@ -291,9 +291,10 @@ def _name_phase(phase: str, workload: str) -> tuple[str, str]:
 
 
 def find_failures(observations: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
-    """Describe how each device failed, by its failed probe with the fewest rows.
+    """Describe why each device failed, based on its failed probe with the fewest rows.
 
-    If all devices failed for the same reason, other than memory, a single text covers them.
+    If all devices failed for the same reason, and not for lack of memory, one description covers
+    them all.
     """
     smallest = dict(sorted(_find_smallest(observations).items()))
     reasons = []
@@ -329,9 +330,10 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """Return the reason of a failure as text to append to a sentence.
+    """Return the reason for a failure in a form that can be appended to a sentence.
 
-    The text is " while building: …" or similar; if the reason names no phase, it is ", …".
+    The result is " while building: …" or similar. If the reason doesn't begin with a phase, the
+    result is ", …".
     """
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"

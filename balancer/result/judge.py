@@ -247,8 +247,8 @@ def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float,
 def waiting_share(measurements: Sequence[Timed]) -> float | None:
     """Return the mean fraction of a step in which no device computes.
 
-    The devices exchange gradients in this time, or it is other overhead. Returns None if the
-    compute times are unknown.
+    This time is spent on gradient exchange and other overhead. Returns None if the compute times
+    are unknown.
     """
     own = _own_seconds(measurements)
     if own is None or any(timed.step_seconds <= 0 for timed in measurements):
@@ -358,7 +358,8 @@ def _name_rivals(
 def choose_single(report: SearchReport, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
     """Return the single device that the plan should be compared with.
 
-    If the plan uses one device, it is another one. Returns None if no such device ran alone.
+    If the plan itself uses one device, this is a different one. Returns None if no such device was
+    measured alone.
     """
     chosen, alone = report.chosen, list_alone(report)
     own = chosen.layout.active if chosen.layout.traits.alone else ()
@@ -380,7 +381,7 @@ def _rate(compared: ComparedLayout) -> float:
 
 
 def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
-    """Return those of the compared layouts that use a single device without tuning options."""
+    """Return the compared layouts that use a single device and no tuning options."""
     return [rival for rival in rivals if rival.family and rival.layout.traits.alone]
 
 
@@ -445,9 +446,9 @@ def _describe_rival(
 
 
 def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotChosen | None:
-    """Return why a layout isn't recommended although it had more samples/s than the plan.
+    """Return why a layout isn't recommended although it reached more samples/s than the plan.
 
-    Returns None if it had no more, or if its samples/s are uncertain.
+    Returns None if it didn't, or if its samples/s are uncertain.
     """
     chosen, problem = report.chosen, report.problem
     if compared.throughput.value <= chosen.throughput.value or not is_known(compared.throughput):
@@ -557,9 +558,9 @@ def _list_compared_alone(
 def _map_rates_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout]
 ) -> dict[tuple[int, int], Interval]:
-    """Return the samples/s of each device alone, by its position and the batch.
+    """Return the samples/s of each device when it trains alone, by device position and batch.
 
-    As everywhere in the result, those of the final comparison are preferred, then the fastest.
+    Measurements of the final comparison are preferred, then the fastest ones.
     """
     raced = {one.layout: one for one in _list_singles(rivals)}
     alone = [
@@ -574,7 +575,7 @@ def _map_rates_alone(
 def _find_cause_of_lost_time(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return why training together is slower than the sum of the devices' speeds alone.
+    """Return why the devices are slower together than the sum of the speeds they reach alone.
 
     - `lost`: the seconds to explain.
     - `by_share`: seconds lost because the device with the most rows computes small, inefficient
@@ -720,7 +721,7 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 def find_unmeasured(
     report: SearchReport, labels: Sequence[str], end: SearchEnd
 ) -> Iterator[LeftOut]:
-    """Yield the layouts that weren't measured for lack of time, with a budget that should suffice.
+    """Yield the layouts left unmeasured for lack of time, each with a budget that should suffice.
 
     Yields nothing if the search had no budget or was interrupted.
     """
@@ -819,9 +820,10 @@ def _find_ran_out(
 
 
 def _find_overruns(end: SearchEnd, seen: Sequence[Observation]) -> tuple[Unfinished, ...]:
-    """Return what had taken much longer at start-up than other probes when the search ended.
+    """Return the probes whose start-up took unusually long and hadn't ended when the search ended.
 
-    Processes that had only just been started when the budget ended aren't among them.
+    Their time so far is compared with the start-up of other probes. So probes that had only just
+    been started when the budget ended aren't returned.
     """
     # a probe that ran out of memory doesn't say when its start ended
     starts = [

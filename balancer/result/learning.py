@@ -47,9 +47,9 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
     """Return how much each sample of the recommended batch contributes to learning.
 
     The contribution is relative to that of a sample in a very small batch. The result also has it
-    for the other measured batches. If the speed at the batch size of the user's script is known,
-    the result compares that size with the recommended one: their speeds, and the samples that they
-    need to reach the same loss.
+    for other measured batches. `own` is the batch size of the user's script, or None. If the speed
+    at that size is known, the result compares the two sizes: their speeds, and the samples that
+    each needs to reach the same loss.
     """
     chosen = report.chosen
     batch = chosen.layout.global_batch

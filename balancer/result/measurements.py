@@ -45,11 +45,11 @@ def find_doubts(
 ) -> tuple[MeasurementDoubt, ...]:
     """Return the warnings about a search's measurements, at most one of each kind.
 
-    - A NaN or infinite loss, and measurements of one layout that disagree, count for all
-      layouts. Other warnings count only for the chosen one.
+    - A NaN or infinite loss, and measurements of one layout that disagree, are reported for any
+      layout. Most other warnings are only reported for the chosen one.
     - "ran_out" says how often the chosen layout ran out of memory.
-    - "noisy" gets `error` as its value, the relative error of the final samples/s, and is
-      dropped if that is small enough. If `error` is None, it stays as measured.
+    - "noisy" has the relative error as measured. If `error`, the relative error of the final
+      samples/s, is given, it is used instead, and the warning is dropped if `error` is small.
     - "few_steps" replaces "noisy" and "too_short" if the chosen layout was only timed by single
       steps.
     """
@@ -74,7 +74,7 @@ def find_doubts(
 
 
 def _count_single_steps(observations: Iterable[Observation], chosen: Layout) -> int:
-    """Count the measurements of the chosen layout if each of them timed only a single step.
+    """Return how often the chosen layout was measured, if each measurement timed only one step.
 
     Returns 0 if any of them timed several steps.
     """
@@ -95,10 +95,10 @@ def _weight(doubt: MeasurementDoubt) -> float:
 def _doubts_about(
     observations: Iterable[Observation], chosen: Layout
 ) -> Iterator[MeasurementDoubt]:
-    """Yield the measurements' warnings that concern the chosen layout.
+    """Yield the warnings about measurements that concern the chosen layout.
 
-    Warnings about other layouts are included if they also concern the chosen one, such as a loss
-    that isn't finite.
+    These are its own warnings and some about other layouts: a loss that isn't finite and, if the
+    chosen layout uses several devices, long disturbances in the final comparison.
     """
     for observation in observations:
         if isinstance(observation, Timed):
@@ -222,13 +222,14 @@ def find_unequal_devices(
 ) -> UnequalDevices | None:
     """Return two devices of the same product that differ much in speed, or None.
 
-    - `rates`: the samples/s of each device alone, by device position and global batch.
-    - `printed`: those that the result prints for each device, by position, each at its own batch.
+    - `rates`: each device's samples/s when it trains alone, by device position and global batch.
+    - `printed`: each device's samples/s as the result prints them, by position; their batches may
+      differ.
 
     Two devices are compared at the largest batch at which both were measured. One must be at least
-    1.25 times as fast as the other, and faster in what is printed too. The intervals must not
-    overlap. Pairs with samples/s that are too uncertain to compare are left out. If there are
-    several such pairs, the one with the largest ratio is returned.
+    1.25 times as fast as the other, and also faster by the printed samples/s. The intervals must
+    not overlap. Pairs whose samples/s are too uncertain to compare are left out. If several pairs
+    remain, the one with the largest ratio is returned.
     """
     batches = defaultdict[int, set[int]](set)
     for position, batch in rates:

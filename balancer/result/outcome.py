@@ -125,9 +125,10 @@ def _list_rivals(
 
 
 def _put_first(single: ComparedLayout, entries: Sequence[_Named], devices: int) -> list[_Named]:
-    """Return the entries, with that of this single device before those of all others.
+    """Return the entries, with that of `single` moved before those of all other single devices.
 
-    It is the device with which the verdict compares the plan. An entry is added if it is missing.
+    `single` is the device that the verdict compares the plan with. If it has no entry, one is
+    added.
     """
     known = [named for named in entries if named[2].layout == single.layout]
     name = name_layout(single.candidate, devices, is_second=True, with_shares=True)

@@ -56,7 +56,7 @@ def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 
 
 def list_samples(layout: Layout) -> str:
-    """Return the rows of each computing device as text, such as "826 + 571"."""
+    """Format the rows of each device that computes, such as "826 + 571"."""
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.computing])
 
 
@@ -160,8 +160,8 @@ def compare(
 
     - `interval`: the samples/s of the other layout.
     - `ranked`: its result in the final comparison, in which the two layouts were measured
-      alternately. It decides whether the layouts tie. If the separate samples/s contradict it, the
-      gain is taken from it too. It is None if there was no such comparison.
+      alternately. It decides whether the layouts tie. The gain is taken from it too if the
+      separately measured samples/s contradict it. None if there was no such comparison.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)
@@ -225,11 +225,12 @@ def is_comparable(
 
     - Both speeds must be known precisely enough.
     - A layout over several devices needs at least half of the plan's global batch.
-    - A single device must not have been slower alone than it is within the plan: its solo
-      measurement is then out of date.
+    - A single device must not have been slower alone than it is within the plan. If it was, its
+      solo measurement is out of date.
 
-    `own` and `own_shares` are the speed and the shares of the plan. If `shares` is empty, `other`
-    is the sum of the speeds of all devices alone.
+    `own` and `own_shares` are the speed and the shares of the plan. `other` and `shares` are those
+    of the other layout. If `shares` is empty, `other` is the sum of the speeds that all devices
+    reach when each trains alone.
     """
     active = [i for i, share in enumerate(shares) if share]
     if not other.value or not is_known(own, other):
@@ -242,9 +243,9 @@ def is_comparable(
 
 
 def printed_gain(own: float, other: float) -> float:
-    """Return the relative difference of two rates after rounding them as in the text for users.
+    """Return the relative difference of two rates, after rounding them as users see them.
 
-    So the difference matches the rates that users read.
+    The difference thus matches the rates that users read.
     """
     first, second = (float(rate(one).replace(" ", "")) or one for one in (own, other))
     return first / second - 1

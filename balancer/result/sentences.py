@@ -142,8 +142,10 @@ PLANS: dict[LayoutKind, str] = {
 
 
 def _write_reason(verdict: Verdict, reason: str) -> str:
-    """Return why the user should measure again, as a clause without a period."""
-    # `reason` is "uncompared", "uncertain", or the code of one of the verdict's doubts
+    """Return why the user should measure again, as a clause without a period.
+
+    `reason` is "uncompared", "uncertain", or the code of one of the verdict's doubts.
+    """
     value = max((doubt.value for doubt in verdict.doubts if doubt.code == reason), default=0.0)
     if reason == "disturbed":
         return (
@@ -193,7 +195,7 @@ def _write_plan_rate(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield text about the plan's gains over equal shares, the best split and one device.
+    """Yield phrases with the plan's gains over equal shares, the best split and one device.
 
     Comparisons that make no sense for the plan's kind of layout are left out.
     """
@@ -213,7 +215,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield text about how much longer several jobs on one device take than a single one."""
+    """Yield how much longer each job takes when several share a device than when it runs alone."""
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
@@ -304,9 +306,10 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
 
 def _write_rough_gain(difference: RateGap, over: str) -> str:
-    """Return text about a roughly known gain, such as "at least 2 % over equal shares".
+    """Return a gain that is only roughly known, such as "at least 2 % over equal shares".
 
-    If the gain may be less than 1 %, the text says that it isn't certain.
+    If the gain may be less than 1 %, the result says that it isn't certain. `over` is the other
+    layout's name in the sentence.
     """
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
@@ -314,10 +317,7 @@ def _write_rough_gain(difference: RateGap, over: str) -> str:
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Return the error of a gain as text, such as " ± 2 %".
-
-    Returns "" if the measurements are precise.
-    """
+    """Return the error of a gain, such as " ± 2 %", or "" if the measurements are precise."""
     intervals = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
@@ -330,17 +330,18 @@ def _is_doubtful(verdict: Verdict) -> bool:
 
 
 def _half_width(difference: RateGap) -> float:
-    """Return the error of a relative difference: half of the width of its interval.
+    """Return the error of a relative difference.
 
-    If the upper bound is farther away than that, the distance to it is the error.
+    This is half of the interval's width or, if that is larger, the distance from the value to the
+    upper bound.
     """
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """Return text about the difference between the plan and a layout that ties with it.
+    """Describe the difference between the plan and a layout that ties with it, including its error.
 
-    The text includes the error of the difference. `over` is the layout's name in the sentence.
+    `over` is the layout's name in the sentence.
     """
     gap = rival.difference
     if gap is None:  # from an older version
@@ -354,10 +355,7 @@ def _write_tie(rival: Rival, over: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Return text about why a difference counts as a tie.
-
-    It is smaller than its error, or too small to matter.
-    """
+    """Return why a difference counts as a tie: it is within its error, or too small to matter."""
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -381,7 +379,7 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_link(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence about the link between the plan's devices, if no other mentions it."""
+    """Yield a sentence about the link between the plan's devices, unless another one names it."""
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     # the sentence about an exchange that limits the training names the link
     if verdict.link is not None and not named:
@@ -501,7 +499,7 @@ def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """Return the end of a sentence, which says why training together loses time."""
+    """Return why training together loses time, as the end of a sentence."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)
@@ -553,9 +551,9 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_loss(loss: float) -> str:
-    """Return text about how much slower a layout is, such as "3.2 % less than the plan".
+    """Return how much slower than the plan a layout is, such as "3.2 % less than the plan".
 
-    `loss` is a fraction of the plan's speed. If it is negative, the text says "more".
+    `loss` is a fraction of the plan's speed. If it is negative, the result says "more" instead.
     """
     if abs(loss) < EXACT:
         return "no more than the plan"
@@ -597,9 +595,9 @@ def _pick_named(rivals: Sequence[Rival]) -> list[Rival]:
 
 
 def _write_faster(verdict: Verdict, rival: Rival) -> str:
-    """Return text with a layout's samples/s, and how much faster than the plan it is.
+    """Return a layout's samples/s, and how much faster than the plan it is.
 
-    If it ties with the plan, the text includes the error of the difference.
+    If it ties with the plan, the error of the difference is added.
     """
     speed = rate(rival.rate.samples_per_second)
     words = f"{speed} samples/s, {percent(_relative_gain(verdict, rival), 1)} more"
@@ -691,9 +689,9 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
-    """Return the number of data-loader workers of a layout as text.
+    """Return how many data loader workers a layout has, as words for a sentence.
 
-    Returns None unless this number is all that differs from the plan.
+    Returns None unless the number of workers is the only difference from the plan.
     """
     knobs = (*rival.knobs, *verdict.chosen.knobs)
     same = (rival.devices, rival.batches) == (verdict.chosen.devices, verdict.chosen.batches)
@@ -752,7 +750,7 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield a sentence for each other kind of layout, about how much slower its best one is."""
+    """Yield a sentence for each other kind of layout that says how much slower its best one is."""
     mentioned: set[str] = {verdict.chosen.kind}
     for rival in others:
         if rival.kind in mentioned or rival.gain is None or rival.tie or rival.gain < 0:
@@ -867,7 +865,7 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
 def _write_range(middle: str, low: str, high: str) -> str:
     """Return a value with its bounds, in the form "middle (low - high)".
 
-    If both bounds are the same text, the value is returned without them.
+    If both bounds are written the same, only the value is returned.
     """
     return middle if low == high else f"{middle} ({low} - {high})"
 

@@ -112,8 +112,8 @@ def _list_timed_probes(observations: Sequence[Observation], layout: Layout) -> l
 def _list_detailed_probes(observations: Sequence[Observation], layout: Layout) -> list[Timed]:
     """Return the probes of a layout that also timed steps without data loading or launch delays.
 
-    Without data loading, one batch is reused. Without launch delays, all kernels are enqueued
-    first.
+    To avoid data loading, these steps reuse one batch. To avoid launch delays, all kernels are
+    enqueued before the GPU begins.
     """
     turns = _list_timed_probes(observations, layout)
     return [turn for turn in turns if turn.kept is not None or turn.enqueued_seconds is not None]
@@ -147,9 +147,10 @@ class _Measured:
         return fmean(shares) if shares else None
 
     def longest_seconds(self, name: str) -> float | None:
-        """Return the seconds of a part of the step, on the device where it takes longest.
+        """Return how many seconds a part of the step takes on the device where it takes longest.
 
-        `name` is the name of the part's field in `PartSeconds`. Returns None if it is unknown.
+        `name` is the name of the part's field in `PartSeconds`. Returns None if the time is
+        unknown.
         """
         shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
@@ -209,7 +210,7 @@ class _Measured:
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Scale the seconds of a more detailed, slower probe to the layout's usual step time."""
+        """Scale a time that a slower, more detailed probe measured to the layout's step time."""
         assert self.closer is not None
         return seconds * self.step_s / self.closer.step_seconds
 
@@ -240,9 +241,10 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
-    """Return the step time without waiting for data, and the error of that time, in seconds.
+    """Return how long a step takes without waiting for data, and the error of that time.
 
-    The error is half of the 95 % interval. Returns None if the time wasn't measured.
+    Both are in seconds. The error is half of the 95 % interval. Returns None if the time wasn't
+    measured.
     """
     scaled = []
     errors = []
@@ -262,10 +264,7 @@ def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long a step waits for kernel launches, and for CPU cores.
-
-    It waits for cores while other programs use them.
-    """
+    """Yield how long a step waits for kernel launches, and for CPU cores used by other programs."""
     starved = measured.longest_seconds("starved_seconds") or 0.0
     named = [
         part
@@ -296,10 +295,10 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds saved by doubling the batch of a launch-bound GPU.
+    """Return how much time a launch-bound GPU would save by computing twice as many rows per step.
 
-    The result is for each batch of the present size. In a step of `step_s` seconds, the GPU waits
-    `waits_s` seconds for kernel launches. A step with a larger batch needs no more launches.
+    The result is in seconds per batch of the present size. In a step of `step_s` seconds, the GPU
+    waits `waits_s` seconds for kernel launches. A step with more rows needs no more launches.
     """
     # the host takes as long as before, and the device twice as long
     after_s = max(step_s, 2 * (step_s - waits_s))
@@ -401,7 +400,10 @@ def _find_memory(
 
 
 def _list_passes(observations: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the two largest batches that ran in a single pass on a device, with their seconds."""
+    """Return the two largest batches that a device computed in one pass, with their times.
+
+    The times are in seconds.
+    """
     fastest: dict[int, float] = {}
     for observation in observations:
         if not isinstance(observation, Timed) or not observation.probe.layout.by_rows:
@@ -469,8 +471,8 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
     """Return the time that the plan's shares save compared with equal shares.
 
-    It is listed as a limit that the plan has already removed. Returns an empty list unless equal
-    shares of the same batch were measured on the same devices.
+    It is returned as a limit that is marked as already removed by the plan. The list is empty
+    unless equal shares of the same batch were measured on the same devices.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -497,9 +499,9 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which neither data loading, CPU nor device was busy.
+    """Yield the time in which no data was loaded, and neither the CPU nor the device was busy.
 
-    The script's own code spends this time.
+    This time is spent by the script's own code.
     """
     seconds = measured.longest_seconds("idle_seconds")
     if seconds is not None:

@@ -108,9 +108,9 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
 def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunDifference:
     """Return how much slower the training run `after` is than `before`, without their warm-ups.
 
-    The fastest steps of both runs are compared, because other programs disturb them least. They are
-    corrected for the speed of the CPU, and the time of rare work such as checkpoints is added.
-    Raises RequestError if a run is too short.
+    The fastest steps of both runs are compared, because other programs disturb them least. Their
+    times are corrected for the speed of the CPU, and the time of rare work such as checkpoints is
+    added. Raises RequestError if a run is too short.
     """
     windows = [_list_windows(each) for each in (before, after)]
     first, second = windows
@@ -242,8 +242,8 @@ def _compare_quick_steps(
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
     """Return how many more seconds per row the second run spends on rare work, such as checkpoints.
 
-    Returns 0 if the difference is within its error, or if other programs slowed the runs too much
-    to know.
+    Returns 0 if the difference is within its error, or if it can't be known because other programs
+    slowed the runs too much.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
@@ -261,7 +261,7 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return the compute time of the mean step relative to that of a quick step; at least 1.
+    """Return how many times as long as a quick step the mean step computes; at least 1.
 
     Other programs slow quick steps least, so this shows how much they slowed the run.
     """

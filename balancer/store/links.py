@@ -55,7 +55,7 @@ def save_links(
 def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
     """Save the speed of a link that a probe measured, in addition to earlier measurements.
 
-    Errors of writing the file are ignored.
+    Errors while writing the file are ignored.
     """
     labels = tuple(device.label for device in devices)
     transport = find_transport(devices)

@@ -1,12 +1,12 @@
 """Locks that keep two searches from using the same run or device at the same time.
 
-The user may allow several searches on a device. Locks are the kernel's (flock), so the kernel
-releases them when the process that holds them exits. Searches of one user lock files in the user's
-state folder. A file contains the pid and the run of its holder.
+The user may allow several searches on a device. The locks are file locks of the kernel (flock),
+which it releases when the process that holds them exits. Searches of one user lock files in the
+user's state folder. Each file contains the pid and the run of the process that holds the lock.
 
-Searches of different users, or with different state folders, lock the file by which the kernel
-itself shows a device. Everybody can read this file and nobody can replace it, so nobody can tamper
-with it.
+Searches of different users, or with different state folders, lock the file in sysfs with which the
+kernel represents a device. Everybody can read this file and nobody can replace it, so nobody can
+tamper with it.
 """
 
 from __future__ import annotations
@@ -236,10 +236,7 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """Return text about a lock's holder, such as " (process 12, run x)".
-
-    Returns "" if the holder is unknown.
-    """
+    """Describe who holds a lock, such as " (process 12, run x)"; "" if that is unknown."""
     pid = note.get("pid")
     run = note.get("run")
     # the file may have been changed, so fields that evener wouldn't have written are left out

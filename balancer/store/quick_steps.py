@@ -1,17 +1,17 @@
 """Compares the quick steps of two training runs as if their CPU cores had run at full speed.
 
 A quick step is shorter than almost all steps of its training run. A CPU core is up to half slower
-while its other hardware thread is busy, for seconds at a time. So equal steps take unequal times.
-Almost every training run has moments at full speed. Therefore a run is represented by its fastest
+while its other hardware thread is busy, for seconds at a time. Equal steps then take different
+times. Almost every training run has moments at full speed, so a run is represented by its fastest
 windows: a low percentile of the windows' quick steps.
 
 Each window also has the time of a fixed matrix product on the same core
 (`evener/system/core_speed.py`). The same percentile of these times shows whether the core was at
-full speed in the fastest windows. Full speed is that of the fastest product of both runs. A run's
+full speed in the fastest windows. The fastest product of the two runs defines full speed. A run's
 steps are corrected if its core was slower. Not all steps slow down as much as the core does: steps
-that wait for a GPU don't slow down at all. So the correction is estimated from the windows of both
-runs. The interval is then wider, because different code is slowed differently. If a run's core was
-never at full speed, the interval is so wide that a slowdown is rarely certain.
+that wait for a GPU don't slow down at all. The correction is therefore estimated from the windows
+of both runs. The interval is then wider, because different code is slowed differently. If a run's
+core was never at full speed, the interval is so wide that a slowdown is rarely certain.
 
 The product and the quick steps of a single window aren't compared, because they were timed at
 different moments. On a machine whose 44 CPUs were all busy, correcting each window on its own gave
@@ -47,10 +47,10 @@ ALIKE_WINDOWS = 4
 
 
 class QuickWindow(NamedTuple):
-    """The time of the quick steps in a window of training steps, and the speed of the CPU core.
+    """Two times of a window of training steps: a quick step's, and that of a fixed matrix product.
 
-    Both are in seconds. The core's speed is the time that a fixed matrix product took, which was
-    timed between the steps.
+    The product was timed between the steps, to measure the speed of the CPU core. Both times are in
+    seconds.
     """
 
     step_s: float  # of a quick step, per sample
@@ -58,9 +58,9 @@ class QuickWindow(NamedTuple):
 
 
 class QuickStep(NamedTuple):
-    """A training run's quick-step time in seconds per row, with its CPU core at full speed.
+    """The time of a training run's quick steps, corrected for a CPU core at full speed.
 
-    `error` is relative.
+    `seconds` is per row. `error` is a fraction of it.
     """
 
     seconds: float
@@ -102,7 +102,7 @@ def compare_quick_steps(
 
 
 def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool) -> list[float]:
-    """Return by which factor each run's core was slower than the fastest one, as a logarithm.
+    """Return how much slower each run's core was than the fastest one, as the log of a ratio.
 
     Returns 0 for all runs if the speeds of their cores can't be compared.
     """

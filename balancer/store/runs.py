@@ -345,9 +345,9 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 def _summarize_run(run: str, trainings: Trainings) -> RunSummary:
     """Return a summary of a run for the list of runs.
 
-    The summary of a search includes how fast training runs with its plan were. These are always
-    newer than the search. So call this function for the newest run first, and pass the same
-    `trainings` each time: training runs are added to it.
+    The summary of a search includes how fast training runs with its plan were. These runs are
+    always newer than the search. Call this function for the newest run first, and pass the same
+    `trainings` each time: it collects the training runs for the summaries of older searches.
     """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
@@ -460,9 +460,10 @@ def read_run(name: str) -> JournalContents:
 
 
 def recorded_events(record: JournalContents) -> Iterator[Event]:
-    """Yield the events of a past search again, except for progress reports, which aren't recorded.
+    """Yield the events of a past search, in the order in which they happened.
 
-    Raises NoLayoutError at the end if the search failed.
+    Progress reports are missing, because they aren't recorded. Raises NoLayoutError at the end if
+    the search failed.
     """
     header = record.header
     request = header.request
@@ -489,7 +490,7 @@ def recorded_events(record: JournalContents) -> Iterator[Event]:
 
 
 class EventReplay(EventThread):
-    """Thread that plays the events of a past search again, `speed` times as fast.
+    """Thread that replays the events of a past search, `speed` times as fast as they happened.
 
     Pauses between events last at most `longest_gap_seconds`.
     """

@@ -41,7 +41,7 @@ class Trained(msgspec.Struct, frozen=True):
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Return text about why training is slower than predicted, as far as its journal shows."""
+        """Return why training is slower than predicted, as far as its journal shows."""
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
@@ -60,7 +60,7 @@ def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained |
 
 
 def _by_plan(plan: Plan, training: RecordedTraining) -> list[TrainingEntry]:
-    """Return the entries of a training run's journal from the times when it used this plan."""
+    """Return the part of a training run's journal that was written while it used this plan."""
     entries: list[TrainingEntry] = []
     follows = False
     for entry in training.entries:

@@ -83,7 +83,7 @@ class KerasSteps:
         self._use_split(self._devices, in_passes=False)
 
     def _use_split(self, devices: tuple[str, ...], in_passes: bool) -> None:
-        """Use a train function for these devices, and make it if it doesn't exist yet.
+        """Switch to the train function for these devices, and create it if it doesn't exist yet.
 
         `in_passes` says whether it has to support gradient accumulation.
         """
@@ -134,9 +134,10 @@ class KerasSteps:
             )
 
     def own_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Return those of `sizes` that belong to this process's devices, without zeros.
+        """Return the numbers of rows that this process's devices compute, without zeros.
 
-        If the layers are placed on several devices, this is only the sum of `sizes`.
+        `sizes` has the rows of all devices. If the layers are placed on several devices, the result
+        only has the sum of `sizes`.
         """
         if self._placed_step is not None:
             return [sum(sizes)]

@@ -100,7 +100,7 @@ def make_stream_data(make_dataset: Callable[[int], Any], rows: int = 0) -> Keras
 
 
 def make_pool_data(sample_batch: SampleBatch) -> KerasData:
-    """Return training data of rows made by `sample_batch`, as many as fit in 64 MiB.
+    """Return training data with rows from `sample_batch`: as many rows as fit in 64 MiB.
 
     There are at least 64 and at most 65,536 rows.
     """
@@ -216,7 +216,10 @@ class KerasWorkload(Workload):
         self._position = 0
 
     def keep_batch(self, keep: bool) -> bool:
-        """Train on one and the same batch from now on, or on new batches again."""
+        """Reuse the same batch for every step if `keep` is set, else draw new batches again.
+
+        Returns True, because this is always possible.
+        """
         if self.setup.input == "device":
             return True
         source = self._source.take(1).cache().repeat() if keep else self._source
@@ -259,7 +262,7 @@ class KerasWorkload(Workload):
     def read_phases(self) -> PhaseSeconds:
         """Return how many seconds steps have waited for input since the previous call.
 
-        None if unknown. The seconds of the optimizer are never known.
+        The time is None if it is unknown. The time of the optimizer is always None.
         """
         times = self.steps.times
         now, before = times.read_input_s(), self._inputs.get(times, 0.0)

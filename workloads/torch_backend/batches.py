@@ -1,7 +1,7 @@
-"""Training data of PyTorch workloads, loaded as in training.
+"""Training data for PyTorch workloads, loaded in the same way as in training.
 
 A data set is read in epochs, each in a new order. If there is only `sample_batch`, it is called
-once for more rows than fit in a processor's cache, or fewer if they are slow to make. These rows
+once for more rows than fit in a processor's cache, or fewer if creating rows is slow. These rows
 are then reused. If rows have lengths, their tokens and padding are counted.
 """
 
@@ -128,9 +128,10 @@ def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSamp
 
 
 def read_lengths(row_lengths: Any, rows: int) -> Lengths | None:
-    """Convert the user's row lengths; None if there are none, or if all are equal.
+    """Convert the user's row lengths to `Lengths`.
 
-    Raises `RequestError` unless there is a whole number for each row.
+    Returns None if there are none, or if all rows have the same length. Raises `RequestError`
+    unless there is a whole number for each row.
     """
     if row_lengths is None:
         return None
@@ -214,7 +215,10 @@ class Data:
     def one_length_sampler(
         self, sizes: Sequence[int], rank: int, length: int
     ) -> UnevenBatchSampler:
-        """Return a sampler that repeats rows of about this length, in tokens."""
+        """Return a sampler that repeats the same rows, which have about `length` tokens each.
+
+        `sizes` are the rows of each rank in a batch.
+        """
         assert self.lengths is not None
         return count_work(
             RepeatingSampler(self.lengths.nearest(length, sizes[rank]), sizes, rank), self.lengths
@@ -222,9 +226,9 @@ class Data:
 
 
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Data set of synthetic rows, which the user's `sample_batch` makes once.
+    """Data set of synthetic rows, which the user's `sample_batch` creates in a single call.
 
-    The number of rows is limited by memory. If rows are slow to make, there are at most 1024.
+    The number of rows is limited by memory. If creating rows is slow, there are at most 1024.
     Raises `RequestError` if the function doesn't return a valid batch.
     """
 
@@ -306,9 +310,10 @@ class Batches:
         return next(self._steps) if self._kept is None else self._kept
 
     def keep(self, keep: bool) -> bool:
-        """Let `take` return one and the same batch from now on (`keep`), or new batches again.
+        """Make `take` return the same batch every time if `keep` is set, else new batches again.
 
-        Returns False if tokens are counted, because they are counted when a batch is drawn.
+        Returns whether this is possible. It isn't if tokens are counted, because they are counted
+        when a batch is drawn.
         """
         if hasattr(self._sampler, "works"):
             return False

@@ -1,9 +1,9 @@
 """Import libraries without initializing CUDA.
 
 A process that has initialized CUDA can't be forked, so each child process would have to import the
-libraries and load the model again. PyTorch can count GPUs by NVML, the driver's management library,
-and may then still be forked. bitsandbytes asks for the GPU's compute capability when it is
-imported. PEFT imports bitsandbytes if that is installed, and TRL imports PEFT.
+libraries and load the model again. PyTorch can count GPUs through NVML, the driver's management
+library. The process can then still be forked. bitsandbytes asks for the GPU's compute capability
+when it is imported. PEFT imports bitsandbytes if that is installed, and TRL imports PEFT.
 """
 
 from __future__ import annotations

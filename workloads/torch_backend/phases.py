@@ -1,4 +1,4 @@
-"""Time the phases of a step, by events on a GPU or by the host's clock."""
+"""Time the phases of a step, with events on a GPU or with the host's clock."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LONGEST_PAUSE_SECONDS = 2.0
 
 
 class PhaseClock:
-    """Adds up how long steps wait for input and how long the optimizer's updates take.
+    """Adds up how long steps wait for input, and how long the optimizer's updates take.
 
     `clock` records points in time; on a GPU, they are events in its stream. Only the first 512
-    phases between two calls of `read` are timed. The time of the others is extrapolated.
+    phases between two calls of `read` are timed. The time of later phases is extrapolated.
     """
 
     def __init__(self, clock: Any) -> None:
@@ -65,8 +65,9 @@ class PhaseClock:
 
 
 def enqueue_pause(seconds: float) -> None:
-    """Let the current GPU pause for at least this many seconds, after the work enqueued before.
+    """Enqueue a pause of at least this many seconds on the current GPU.
 
-    The pause is capped at 2 seconds. The host doesn't wait for it.
+    It begins after the work that is already enqueued, and lasts at most 2 seconds. The host doesn't
+    wait for it.
     """
     torch.cuda._sleep(int(min(seconds, LONGEST_PAUSE_SECONDS) * HIGHEST_CLOCK_HZ))

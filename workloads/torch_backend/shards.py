@@ -68,7 +68,7 @@ class RecipeShards:
         self._computes = True
 
     def compute_nothing(self) -> None:
-        """Let this rank hold its shard without computing rows.
+        """Make this rank only hold its shard, without computing any rows.
 
         It still takes part in the collectives of the other ranks.
         """

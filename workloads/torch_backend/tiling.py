@@ -217,7 +217,7 @@ class TilesNet(nn.Module):  # type: ignore[misc]
         self._devices: tuple[torch.device, ...] = ()
 
     def place(self, devices: Sequence[torch.device]) -> TilesNet:
-        """Choose the devices of the tiles, and return the network.
+        """Assign the tiles to the given devices, and return the network.
 
         The weights are on the first device.
         """

@@ -274,7 +274,11 @@ def _from_trainer(trainer: Any) -> Recipe:
     mixed = str(trainer.accelerator.mixed_precision)
 
     def prepare(in_shards: bool) -> None:
-        """Let accelerate wrap the model, as the Trainer does."""
+        """Have accelerate wrap the model, as the Trainer does.
+
+        With `in_shards`, autocast's weight cache is turned off, because it would hold the unsharded
+        model in memory.
+        """
         # Accelerate's autocast wraps the forward pass and converts the outputs to float32.
         if in_shards:
             disable_cast_cache(trainer.accelerator)
@@ -327,7 +331,7 @@ def _first_optimizer(configured: Any) -> Any:
 
 
 def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
-    """Make training data of rows, with the trainer's options for loading them."""
+    """Create training data from rows, with the trainer's options for loading them."""
     # Without workers, nothing is prefetched, just as in the trainer: the rows of a step are loaded
     # when the step begins, while the GPU waits.
     options = {
@@ -339,9 +343,9 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows to a pair for `LossModule`.
+    """Collate rows into the (input, target) pair that `LossModule` is trained on.
 
-    Its second item only serves to show the number of rows.
+    The input holds the whole batch. The target only serves to show the number of rows.
     """
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 

@@ -206,7 +206,7 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """Prepare steps with rows of about one length; see `Workload.prepare_length`."""
+        """Prepare steps whose rows have about `length` tokens; see `Workload.prepare_length`."""
         self._micro = own_share(self.setup, micro or shares)
         self._prepare(
             shares,
@@ -277,7 +277,7 @@ class TorchWorkload(Workload, StepListener):
         return len(parts)
 
     def read_shortage(self) -> str:
-        """Return the error of a step that ran out of memory but was completed, or ""."""
+        """Return the error of a step that ran out of memory but was completed anyway, or ""."""
         return self._short_of_memory
 
     def _count_work(self, works: Sequence[Work], passes: int) -> None:
@@ -328,7 +328,10 @@ class TorchWorkload(Workload, StepListener):
         return self._work if self._work.passes else None
 
     def read_waits(self) -> float | None:
-        """Return the seconds of gradient exchange since the previous call; None if unknown."""
+        """Return how many seconds were spent on exchanging gradients since the previous call.
+
+        Returns None if that is unknown.
+        """
         return None if self._waits is None else self._waits.read()
 
     def _scaled_loss(self, inputs: Any, targets: Any) -> Any:
@@ -348,12 +351,12 @@ class TorchWorkload(Workload, StepListener):
             self._phases.add("input", time.perf_counter() - started)
 
     def read_phases(self) -> PhaseSeconds:
-        """Return how long steps waited for input and ran the optimizer since the previous call."""
+        """Return how long steps waited for input, and the optimizer ran, since the last call."""
         seconds = self._phases.read()
         return PhaseSeconds(seconds["input"], seconds["update"])
 
     def keep_batch(self, keep: bool) -> bool:
-        """Train on one and the same batch from now on (`keep`), or on new batches again.
+        """Reuse the same batch for every step if `keep` is set, else draw new batches again.
 
         Returns False if that isn't possible.
         """
@@ -369,10 +372,10 @@ class TorchWorkload(Workload, StepListener):
         return LinkSpeed(*measure_sums(dist.group.WORLD, self.setup.rank, members, self.device))
 
     def time_on_device(self) -> float | None:
-        """Return the seconds of a step on the GPU if all its kernels are enqueued beforehand.
+        """Return the seconds that the GPU needs for a step whose kernels are enqueued beforehand.
 
-        First, a pause of the GPU is enqueued, during which the host enqueues the step's kernels.
-        None on a CPU.
+        To measure this, a pause of the GPU is enqueued first. During the pause, the host enqueues
+        the step's kernels. Returns None on a CPU.
         """
         if not _on_gpu(self.device):
             return None
@@ -452,9 +455,9 @@ class TorchWorkload(Workload, StepListener):
         return self._batches
 
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
-        """Weight this rank's gradients by its share of the rows, at the start of each batch.
+        """Weight this rank's gradients by its share of the rows; called at the start of each batch.
 
-        `sizes` are the rows of each rank in the batch.
+        `sizes` are the rows of each rank in the batch. The other arguments aren't used.
         """
         model = self._model
         exchange: Any = model.exchange if isinstance(model, Exchanged) else None
@@ -478,10 +481,10 @@ class TorchWorkload(Workload, StepListener):
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """Let only ranks with a share above 0 exchange gradients.
+        """Make only the ranks with a share above 0 exchange gradients.
 
         Every rank has to call this. If the set of these ranks has changed, a new process group is
-        made, unless the model is sharded.
+        created, unless the model is sharded.
         """
         members = tuple(rank for rank, share in enumerate(shares) if share)
         if self._shards is not None:
