@@ -347,8 +347,8 @@ def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> I
     """Return the mean step time in seconds, with its 95 % interval by Student's t.
 
     Blocks are weighted by their number of steps. If there is only one block, its error is estimated
-    from its difference to the untimed first step, which took `first_seconds`. Raises ValueError if
-    there are no steps.
+    from its difference from the untimed first step, which took `first_seconds`. Raises ValueError
+    if there are no steps.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:

@@ -154,7 +154,7 @@ class ForkServer:
                 os.close(descriptor)
 
     def _be_child(self, start: ForkRequest, streams: Sequence[int]) -> None:
-        """In the new process: set up streams, folder, variables and cores, and call `run`."""
+        """Set up the new process (streams, folder, variables and cores), and call `run` in it."""
         try:
             os.setsid()  # it becomes the leader of its own process group
             standard, more = streams[:STREAMS], streams[STREAMS:]
@@ -332,7 +332,7 @@ class BuiltServer(ChildServer):
     """Connection to a copy of a probe process that holds the user's built workload.
 
     The copy forks further probe processes. `far_end` is the file descriptor of the copy's end of
-    the connection. It is passed to the process that makes the copy.
+    the connection. It is passed to the process that creates the copy.
     """
 
     def __init__(self) -> None:

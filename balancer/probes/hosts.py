@@ -93,8 +93,8 @@ class LocalHost:
     ) -> Child:
         """Start a probe process that puts its messages into `inbox`.
 
-        `cap_bytes` is its memory limit, or None. Raises OSError if the process can't be started,
-        and RuntimeError after `close`.
+        `cap_bytes` is its memory limit; None for no limit. Raises OSError if the process can't be
+        started, and RuntimeError after `close`.
         """
 
         def start() -> Child:
@@ -111,10 +111,11 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
-        """Return the fork server that can start a process with this environment.
+        """Return a fork server that can start a process with this environment.
 
-        Also returns a file descriptor to pass to the process, which then offers a copy of itself
-        with the built workload over it. It is None if no such copy is needed.
+        The second value is a file descriptor to pass to the process, or None. Over this descriptor,
+        the process offers a copy of itself that has the built workload. It is None if no such copy
+        is needed.
         """
         # a server has already imported the framework, so it suits only children with the same
         # values of all variables that affect the import

@@ -48,10 +48,10 @@ CLOSE_SECONDS = 0.2  # timeout for closing all watches
 
 
 class Neighbours(NamedTuple):
-    """How a device's time is shared by the probe and other programs.
+    """How a device's time is shared between the probe and other programs.
 
-    `part` is the fraction of time in which it ran kernels of other programs, and `own_part` the
-    fraction in which it ran kernels of the probe. `names` are the names of the other programs.
+    `part` is the fraction of time in which the device ran kernels of other programs, and `own_part`
+    the fraction in which it ran kernels of the probe. `names` are the names of the other programs.
     """
 
     part: float

@@ -284,7 +284,7 @@ def _describe(devices: Sequence[Device], transport: Transport, summed: Summed) -
 
 
 class LinkGroup:
-    """Processes on all devices, one rank each, that form a process group to measure links.
+    """Processes that form a process group to measure links: one rank on each device.
 
     `rank_sets` are the sets of ranks that will be measured. Raises LinkError if the ranks can't
     form the group.

@@ -73,7 +73,7 @@ def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
 
 
 class ProgressReporter:
-    """Reports the phase and the throughput of a probe, at most once in REPORT_SECONDS."""
+    """Reports the phase and the throughput of a probe, at most once every REPORT_SECONDS."""
 
     def __init__(self, probe: Probe, report: Report, now: Callable[[], float]) -> None:
         self.phase = "starting"
@@ -90,7 +90,7 @@ class ProgressReporter:
     def update(self, rate: float | None = None, relative_error: float | None = None) -> None:
         """Set the throughput in samples/s and its error, and report them if a report is due.
 
-        `relative_error` is half of the width of the 95 % interval, as a fraction of the throughput.
+        `relative_error` is half the width of the 95 % interval, as a fraction of the throughput.
         """
         self._latest = rate, relative_error
         self.repeat()
@@ -163,10 +163,9 @@ class Measurement:
         """Prepare the processes, time blocks of steps, and return the result.
 
         - `started`: the monotonic time at which the probe began.
-        - `warm_up_share`: the largest share of an extra first step with a smaller batch; 0 means
-          no such step.
-        - `short_bytes`: memory that other programs hold on each device, which is passed on to the
-          result.
+        - `warm_up_share`: the largest share of an extra first step with a smaller batch; 0 means no
+          such step.
+        - `short_bytes`: how many bytes other programs hold on each device; copied into the result.
 
         Raises GroupError if a process fails, and StoppedError once `stop` is set.
         """

@@ -215,7 +215,7 @@ def encode_line(message: Command | Reply) -> bytes:
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """The end of a probe process, by itself or by a signal."""
+    """A probe process has ended, by itself or by a signal."""
 
     code: int
     cap_share: float = 0.0  # peak memory as a fraction of its cap; 0 without a cap

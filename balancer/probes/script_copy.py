@@ -76,7 +76,7 @@ class WrittenScript:
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:
-        """Replace the temporary folder in an error text by the folder of the original script."""
+        """Replace the temporary folder in an error text with the folder of the original script."""
         return text.replace(self._folder, self._script.folder)
 
     def close(self) -> None:

@@ -229,7 +229,7 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def budget_with_more_turns(self, missing_seconds: float) -> float:
-        """Return the total budget, in seconds, with which the final comparison would be complete.
+        """Return how large the total budget must be for a complete final comparison, in seconds.
 
         `missing_seconds` is how much longer that comparison would have taken.
         """

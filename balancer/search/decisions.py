@@ -69,7 +69,7 @@ def _explain_split(layout: Layout, had_split: bool) -> str:
 
 
 def explain_no_device(model: MachineModel) -> End:
-    """Return the end of a search in which no device is usable, with each device's reason."""
+    """Return why the search ended, if no device is usable; the detail has each device's reason."""
     words = [
         f"device {i}: {device.lost or f'out of memory at batch {device.memory.smallest_failed}'}"
         for i, device in enumerate(model.devices)
@@ -112,6 +112,6 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
 
 
 def explain_too_long(problem: Problem) -> End:
-    """Return the end of a search in which no device can hold the longest row."""
+    """Return why the search ended, if no device can hold the longest row."""
     row = "it" if problem.longest_row < 0 else f"row {problem.longest_row}"
     return End(Stop.ROW_TOO_LONG, f"{row} has {problem.lengths[-1]} tokens")

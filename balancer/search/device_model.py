@@ -332,7 +332,7 @@ class DeviceModel:
 
 
 def find_largest_in_one_pass(curve: Curve, rows: int, limit: int, pass_overhead: float) -> int:
-    """Return the largest number of rows that two passes don't compute faster than one.
+    """Return the largest number of rows for which one pass is at least as fast as two.
 
     It is between `rows` and `limit`. `pass_overhead` is the overhead of a second pass, in seconds.
     """

@@ -176,10 +176,9 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search ended although it had budget left.
+        """Return why the search ended although it had budget left.
 
-        `tied` says that more measurements couldn't show which of the fastest layouts is the faster
-        one.
+        `tied` is True if more measurements couldn't show which of the best layouts is the fastest.
         """
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
@@ -197,9 +196,9 @@ class Evaluation:
         return Stop.UNSTEADY if has_time else Stop.BUDGET
 
     def _end_when_settled(self) -> End:
-        """Return the end of a search that needs no more measurements.
+        """Return why the search ended, if it needs no more measurements.
 
-        It includes a reason to doubt the winner, if there is one.
+        The reason includes a doubt about the winner, if there is one.
         """
         if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)

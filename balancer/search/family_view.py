@@ -59,9 +59,9 @@ class FamilyView:
 
     @cached_property
     def common_batch(self) -> int | None:
-        """The global batch for kinds of layouts whose best batch isn't searched.
+        """The global batch for kinds of layouts that have no search for their best batch.
 
-        It is the requested batch or else the best batch of a single device. None if rows differ in
+        It is the requested batch, or else the best batch of a single device. None if rows differ in
         length, or if no batch is known.
         """
         if not self._policy.machine.by_rows:

@@ -98,7 +98,7 @@ class Observations:
         """Whether a device that ran out of memory is expected to run out of it again.
 
         This is so if other processes hold at least as much of its memory now as they did then, or
-        if that is unknown. `failure` is the observation of running out of memory.
+        if that is unknown. `failure` is the observation in which the device ran out of memory.
         """
         return (
             not failure.short_bytes
@@ -239,7 +239,7 @@ class Observations:
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
         """Return those measurements whose layouts are expected to run again.
 
-        All of a layout's devices must still work, and their free memory must probably suffice.
+        All devices of a layout must still work, and probably have enough free memory.
         """
         full = []
         for seen in self._seen.values():
@@ -341,7 +341,7 @@ class Observations:
         return bool(turns) and not turns[-1].was_throttled(position)
 
     def raced(self, position: int) -> list[Timed]:
-        """Return a device's measurements from the final comparison and later, in order."""
+        """Return a device's measurements from the final comparison and later, ordered by round."""
         own = (
             timed
             for timed in self.timed(Stage.RACE, Stage.CHECK)
@@ -350,10 +350,10 @@ class Observations:
         return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
-        """Return the measurements of layouts over several devices in which a device took part.
+        """Return a device's measurements in layouts over several devices, for its curve.
 
-        They come from the final comparison and later, without layouts with shards or tuning
-        options. Empty until a winner has been measured again.
+        Only measurements from the final comparison and later count, and only layouts without shards
+        and tuning options. Empty until a winner has been measured again.
         """
         # the race mustn't change the candidates that it compares
         if not self.in_stage(Stage.CHECK):
@@ -398,7 +398,7 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _undisturbed_turns(turns: Turns) -> Turns:
-    """Leave out measurements with throttling or with a single step, unless there are no others."""
+    """Leave out measurements that were throttled or timed a single step, if any others remain."""
     steady = {turn: one for turn, one in turns.items() if not one.was_throttled()} or turns
     # the error of a single step is unknown
     return {turn: one for turn, one in steady.items() if not one.is_single_step} or steady

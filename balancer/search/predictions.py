@@ -17,7 +17,7 @@ Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 
 
 class Predictions:
-    """Predicts the fastest divisions of rows among devices, by the model of the machine.
+    """Predicts the fastest divisions of rows among devices, using a model of the machine.
 
     A division is an `Allocation`: the rows of each device, and the predicted step time.
     """

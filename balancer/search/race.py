@@ -67,7 +67,7 @@ class Race:
 
     @cached_property
     def running(self) -> tuple[Candidate, ...]:
-        """The layouts of the comparison that haven't failed in it."""
+        """The layouts that haven't failed in this comparison, and whose devices all still work."""
         candidates = self.offers.candidates
         here = (
             candidate

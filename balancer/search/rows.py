@@ -241,8 +241,8 @@ class RowPolicy:
     def _preferred_split(self, rates: dict[Layout, float]) -> Layout:
         """Return the split with the smallest batch that is fast enough.
 
-        It is slower than the fastest by at most the tolerance. `rates` are samples/s by split;
-        there must be at least one.
+        A split is fast enough if it is slower than the fastest one by at most the tolerance.
+        `rates` are samples/s by split; there must be at least one.
         """
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(rates.values()) * (1 - tolerance)
@@ -353,7 +353,11 @@ class RowPolicy:
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """Return the global batch for equal shares over these devices if none was requested."""
+        """Return the global batch for equal shares over these devices, if none was requested.
+
+        It is derived from the first of `splits`, the best known splits. If there are none, it is
+        derived from the batches of single devices.
+        """
         count = len(positions)
         if splits:
             # each device gets the mean rows per live device

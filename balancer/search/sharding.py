@@ -4,18 +4,19 @@ The state is the parameters, gradients and optimizer state. In sharded training,
 fraction of it, and gathers the model's units (blocks of layers) while it computes.
 
 Each device is first measured alone, with only a small part of the state. This shows its step time,
-and the memory that it needs besides the state. Then the rows with the highest expected samples/s
-are chosen, and the state is divided so that it fills the memory that these rows leave free. From
-then on, this division stays the same. Rows are searched as in other trainings, within the memory
-that is left. Measurements of steps over all devices show how much time gathering takes.
+and the memory that it needs in addition to the state. Then the rows with the highest expected
+samples/s are chosen, and the state is divided so that it fills the memory that these rows leave
+free. From then on, this division stays the same. The best rows are searched for as in training
+without shards, within the memory that is left. Measurements of steps over all devices show how much
+time gathering takes.
 
 A slow or small device may hold a part of the state and compute no rows, if its rows would only keep
 the others waiting. The best such layout is measured too if it should be faster.
 
 Some headroom remains free on each device, because an allocator can't use all of the memory: free
 blocks may be too small for a request. In the first gradient-accumulation pass of a step, gradients
-don't exist yet when activations are at their peak. So only a training in several passes needs
-memory for gradients and activations at the same time.
+don't exist yet when activations are at their peak. So memory for gradients and activations at the
+same time is only needed if a step has several passes.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class StateDivision(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A sharded layout with its predicted step time in seconds, without the time of gathering."""
+    """A sharded layout and its predicted step time in seconds, without the time for gathering."""
 
     layout: Layout
     seconds: float
@@ -318,7 +319,7 @@ class Sharding:
         return [self._row_demand(device) for device in devices if device.alone]
 
     def _measured_alone(self, position: int) -> list[Timed]:
-        """Return the measurements in which only this device ran, in order."""
+        """Return the measurements in which only this device ran, ordered by round."""
         found = []
         for one in self._seen:
             layout = one.probe.layout
@@ -402,7 +403,7 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _never_out_of_memory(self, observations: Sequence[Observation]) -> list[Timed]:
-        """Return those of the measurements whose layouts have never run out of memory."""
+        """Return the measurements of layouts that have never run out of memory."""
         full = [one.probe.layout for one in self._seen if isinstance(one, OutOfMemory)]
         return [
             one for one in observations if isinstance(one, Timed) and one.probe.layout not in full
@@ -477,7 +478,7 @@ class Sharding:
     def _check_fit_beside_state(
         self, observation: Observation, free_bytes: Sequence[int | None]
     ) -> Observation:
-        """Turn a measurement of one device into a failure if its rows don't fit beside its state.
+        """Turn a measurement of one device into a failure if its rows wouldn't fit in training.
 
         In such measurements, a device holds only a small part of the state, so more rows fit than
         in training. `free_bytes` is what the state leaves free on each device.

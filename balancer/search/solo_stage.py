@@ -45,8 +45,7 @@ Batches = dict[DeviceModel, int]  # the batch of each device in a round
 class SoloStage:
     """Chooses which batches to measure on each device alone, before any step over several devices.
 
-    The stage ends when no further batch promises a layout that is faster by enough to be worth the
-    time.
+    The stage ends when no further batch promises enough speedup to be worth its time.
     """
 
     def __init__(self, predictions: Predictions, budget: Budget) -> None:
@@ -339,7 +338,10 @@ class SoloStage:
         )
 
     def _may_show_higher_speed(self, device: DeviceModel, share: int) -> bool:
-        """Whether measuring this batch may show that the device is faster than predicted."""
+        """Whether a measurement may show that the device is faster than predicted.
+
+        `share` is the batch to measure, in rows.
+        """
         if (
             device.solo_curve is None
             or device.lower_bound is None

@@ -22,7 +22,7 @@ GROUP_SECONDS = 4.0
 
 
 class StartTimes:
-    """Estimates how many seconds the processes of a probe take to start, without imports."""
+    """Estimates how many seconds the processes of a probe take to start, excluding imports."""
 
     def __init__(self, observations: Observations, groups_end_others: bool = False) -> None:
         """Read from the observations how long processes took to start.

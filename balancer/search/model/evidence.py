@@ -351,7 +351,7 @@ def relative_error(timed: Timed) -> float:
 def step_error(timed: Timed) -> float:
     """Return the relative standard error of a measured step time.
 
-    If the probe timed a single step, which has no interval, it is a typical value.
+    If the probe timed a single step, there is no interval, and a typical error is returned.
     """
     return LONE_ERROR if timed.is_single_step else relative_error(timed)
 
@@ -360,10 +360,10 @@ def step_error(timed: Timed) -> float:
 
 
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
-    """Group devices that are equally fast within noise; return their positions.
+    """Group devices that are equally fast within noise; return the positions in each group.
 
-    `limits` are the fractions of its hardware that each device may use in training. Devices with
-    different limits are never in the same group.
+    `limits` has a number for each device, and only devices with the same number are grouped: they
+    may use the same fraction of their hardware in training. Empty means that all devices may.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
@@ -427,8 +427,8 @@ def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
 def is_noise(differences: Iterable[tuple[float, float]]) -> bool:
     """Whether all differences may be due to noise.
 
-    `differences` are pairs of a difference and its standard error. False for fewer than two of
-    them.
+    `differences` are pairs of a difference and its standard error. False if there are fewer than
+    two.
     """
     total = 0.0
     mean = 0.0

@@ -185,7 +185,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """Return the largest batch that needs at most `limit_bytes`.
 
         The measured points are interpolated linearly, and extrapolated beyond them. There must be
-        at least one. UNBOUNDED if memory doesn't grow with the batch.
+        at least one point. UNBOUNDED if memory doesn't grow with the batch.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         above = bisect_left(points, limit_bytes, key=lambda point: point[1])
@@ -208,11 +208,11 @@ def read_memory(
     ran: Iterable[int],
     out_of_memory: Collection[int],
 ) -> Memory:
-    """Make the memory model of a device from its measurements.
+    """Create the memory model of a device from its measurements.
 
     - `limit_bytes`: size of the device's memory; None if unknown.
     - `points`: peak bytes by batch.
-    - `ran`: the batches that fitted.
+    - `ran`: the batches that fit in memory.
     - `out_of_memory`: the batches that ran out of memory.
     """
     failed = min(out_of_memory, default=None)

@@ -81,8 +81,8 @@ def fit_curve(points: Iterable[Point], device_count: int = 1) -> Curve | None:
     """Fit the step time as a function of the batch; None if there are no measurements.
 
     `device_count` is the number of devices that compute a step together. It matters only for a
-    piecewise-constant curve: the more devices, the smaller are the batches at which it is assumed
-    to jump.
+    piecewise-constant curve: the more devices, the smaller the batches at which the curve is
+    assumed to jump.
     """
     return _fit_points(tuple(points), device_count)
 
@@ -204,9 +204,10 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return the factor by which the curve deviates from the line at each measured batch.
+    """Return by which factor the curve deviates from the line at each measured batch.
 
-    The part of a deviation that noise explains is left out. Empty if noise explains all of them.
+    The result has a (batch, factor) pair for each batch. The part of a deviation that noise
+    explains is left out. Empty if noise explains all deviations.
     """
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
@@ -254,11 +255,11 @@ def rising_line(
 
 
 def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
-    """Return the overhead of each further gradient-accumulation pass, in seconds.
+    """Return the overhead of each additional gradient-accumulation pass, in seconds.
 
     `steps` are measured steps with several passes, and `curve` is the time of a step with a single
     pass. The overhead is negative if a part of the step, such as the optimizer's, isn't repeated.
-    But a further pass of `rows` rows is assumed to take at least 5 % of a whole step with these
+    But an additional pass of `rows` rows is assumed to take at least 5 % of a whole step with these
     rows, so that passes never seem nearly free.
     """
     weights = []
@@ -366,7 +367,7 @@ def fit_piecewise_constant(measured: tuple[Point, ...]) -> PiecewiseConstant | N
 def _limits_width(points: Sequence[Point], plateaus: Sequence[int]) -> bool:
     """Whether the measurements limit how many rows a plateau may have.
 
-    `plateaus` is the number of each measurement's plateau.
+    `plateaus` has the plateau number of each measurement.
     """
     rise = bisect_left(plateaus, plateaus[0] + 1)
     # three plateaus, or two whose nearest batches aren't far apart
