@@ -56,7 +56,10 @@ class SessionReported(Message):
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """Return whether `message` makes this one obsolete: newer progress of the same probe."""
+        """Return whether this message is obsolete.
+
+        It is if `message` reports newer progress of the same probe.
+        """
         return (
             isinstance(message, SessionReported)
             and isinstance(message.event, ProbeProgress)
@@ -175,7 +178,7 @@ class Sampled(Message):
     snapshot: Snapshot
 
     def can_replace(self, message: Message) -> bool:
-        """Return whether `message` is a newer reading, which makes this one obsolete."""
+        """Return whether this message is obsolete, because `message` is a newer reading."""
         return isinstance(message, Sampled)
 
 

@@ -86,7 +86,7 @@ class LocalTraining:
         return rows[-lines:] if lines > 0 else []
 
     def closing_lines(self) -> tuple[str, ...]:
-        """Return the process's state, its log and, while it runs, how to stop it, as lines."""
+        """Return lines with the process's state, its log and, while it runs, how to stop it."""
         if not self.runs:
             return (f"{self.command}: {self.state_text()}; its log: {self.log}",)
         return (

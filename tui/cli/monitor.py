@@ -150,7 +150,7 @@ def _snapshots(source: Source, pause: float, *, repeat: bool) -> Iterator[Snapsh
     """Yield a reading of the devices every `pause` seconds, or a single one if `repeat` is False.
 
     If a later reading fails, the last one is yielded again, marked as stale. Raises DeviceError if
-    the first reading fails or, without `repeat`, the single one.
+    the devices can't be read at first, or if the single reading fails.
     """
     # The devices are read once before the first snapshot, so that every snapshot has rates.
     from evener.devices.sampler import mark_stale

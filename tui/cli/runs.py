@@ -185,7 +185,7 @@ def _list_devices(summary: RunSummary) -> str:
 
 
 def _write_trained(trained: Trained) -> str:
-    """Return a table cell with the speed of a plan's last training run, and the number of runs."""
+    """Return a table cell with the speed of a plan's last training run, and its number of runs."""
     return f"{rate(trained.samples_per_second)} ({trained.trainings} x)"
 
 

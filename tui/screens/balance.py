@@ -130,7 +130,10 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.active and state.finished is None
 
     def _can_begin_again(self, action: str) -> bool:
-        """Return whether a search can begin: a new one for "new", else the run that has ended."""
+        """Return whether another search can begin.
+
+        If `action` is "new", this is a new search. Otherwise, it continues the run that has ended.
+        """
         state = self.evener.balance
         if self.evener.replays:
             return True

@@ -172,7 +172,7 @@ def _full_name(workload: str) -> str:
 
 
 def _short_path(workload: str) -> str:
-    """Return a workload's name, with its file relative to the current folder if it is in there."""
+    """Return a workload's name, with a relative path if its file is in the current folder."""
     home, _, function = workload.rpartition(":")
     path, here = Path(home), Path.cwd()
     short = path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path

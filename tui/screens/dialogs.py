@@ -144,7 +144,8 @@ def confirm(
 ) -> None:
     """Ask a question, and call `on_confirm` only if the user confirms the action.
 
-    `action` is the label of the confirming button, and the dialog's title unless `title` is given.
+    `action` is the label of the button that confirms. It is also the dialog's title, unless `title`
+    is given.
     """
 
     def draw(width: int) -> Iterable[Line]:

@@ -109,7 +109,10 @@ def toml_text(document: bytes) -> str:
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """Replace control characters that a terminal could act on with what `escape` returns."""
+    """Escape the control characters that a terminal could act on.
+
+    `escape` returns the replacement for a character.
+    """
     # Control characters are DEL and every non-ASCII control or format character, surrogate, and
     # line or paragraph separator. The encoders have already escaped ASCII control characters in
     # strings.

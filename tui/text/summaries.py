@@ -330,7 +330,7 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
 
 
 def write_device_share(share: Share) -> str:
-    """Return the rows of a device as text.
+    """Return a text that says how many rows a device gets.
 
     For a device without rows, says that it is left out, or holds only a part of the model's state.
     """
@@ -354,9 +354,10 @@ def _explain_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequence[str]
 
 
 def _explain_faster_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequence[str]) -> str:
-    """Name the devices that were faster alone than the compared one, and why they aren't compared.
+    """Name the devices that were faster alone than the one that the plan is compared with.
 
-    `solos` maps the position of a device to its measurement in the column "alone".
+    For each of them, says why the plan isn't compared with it. `solos` maps the position of a
+    device to its measurement in the column "alone".
     """
     single = find_single(plan)
     if single is None:
@@ -375,9 +376,9 @@ def _explain_faster_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequen
 
 
 def _find_reason(plan: Plan, position: int, solo: Evidence, batch: int) -> str:
-    """Return why a device that was faster alone than the compared one isn't compared.
+    """Return why the plan isn't compared with a device that was faster alone.
 
-    `batch` is the global batch of the compared device.
+    `batch` is the global batch of the device that it is compared with.
     """
     if solo.layout.global_batch != batch:
         return f"faster with another batch than the {batch} samples that are compared"

@@ -142,7 +142,7 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
 
 
 def _tried_layout(state: SessionState, best_layout: Layout) -> Layout | None:
-    """Return the split that is being measured, or None if there is none but the best one."""
+    """Return the split that is being measured, or None. The best split doesn't count."""
     splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
     known = (best_layout.shares, best_layout.pass_rows)
     return next((layout for layout in splits if (layout.shares, layout.pass_rows) != known), None)

@@ -225,7 +225,7 @@ def _reading(
     full_bar: float = 0.0,
     max_width: int = 0,
 ) -> Column[Any]:
-    """Make a column of the device table that shows the metric `field`.
+    """Return a column of the device table that shows the metric `field`.
 
     A wide column also shows the metric's limit, its unit, and a bar.
 

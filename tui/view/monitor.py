@@ -308,7 +308,7 @@ class ProcessRow(NamedTuple):
     """A process on a device.
 
     - `seconds`: for how long it has run, or None if unknown.
-    - `ended`: whether it has ended. Its values are then the last ones.
+    - `ended`: whether it has ended; if so, its values are the last ones that were read.
     """
 
     sample: ProcessSample
@@ -335,7 +335,7 @@ def _reading_column(
 
 
 def _sort_value(reading: Reading) -> float:
-    """Return the value by which a reading is sorted, or -1 if it is unknown."""
+    """Return the number to sort a reading by, or -1 if the reading is unknown."""
     return -1.0 if reading.value is None else reading.value
 
 

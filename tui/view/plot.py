@@ -166,7 +166,7 @@ class Canvas:
     def stroke(
         self, start: tuple[int, int], end: tuple[int, int], tone: Tone, step_size: int
     ) -> None:
-        """Draw a straight line of dots, but only one of every `step_size` dots."""
+        """Draw a straight line from `start` to `end`, using only every `step_size`-th dot."""
         across, down = end[0] - start[0], end[1] - start[1]
         steps = max(abs(across), abs(down), 1)
         for step in range(0, steps + 1, step_size):
@@ -203,7 +203,7 @@ class Frame(NamedTuple):
     height: int
 
     def column(self, number: float) -> int:
-        """Return the column of cells in which the x value `number` is drawn."""
+        """Return the column of cells that shows the x value `number`."""
         return self.dots(number, self.y.low)[0] // 2
 
     def y_ticks(self) -> list[float]:
@@ -220,7 +220,7 @@ class Frame(NamedTuple):
         return ticks
 
     def row(self, number: float) -> int:
-        """Return the row of cells, counted from the top, in which the y value `number` is drawn."""
+        """Return the row of cells that shows the y value `number`, counted from the top."""
         return self.dots(self.x.low, number)[1] // 4
 
     def dots(self, x: float, y: float) -> tuple[int, int]:

@@ -88,7 +88,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class RankOnDevice(NamedTuple):
-    """A rank's row, what it reported about a device, and the device's reading or None."""
+    """A rank's row, its report about a device, and the device's reading, if there is one."""
 
     row: RankRow
     live: LiveDevice
@@ -154,8 +154,8 @@ def silent_seconds(report: Training, at_seconds: float) -> float:
 def work_by_device(snapshot: Snapshot) -> Work:
     """Return how many seconds of a step each training device computes, and how many it waits.
 
-    Devices with overdue reports are left out. The host in the keys is "" for devices of this
-    machine.
+    The keys are (host, device id), and the host is "" for devices of this machine. Devices with
+    overdue reports are left out.
     """
     local = not any(sample.device.host for sample in snapshot.devices)
     return {
@@ -277,7 +277,7 @@ def _waiting_for_it(others_wait: bool) -> str:
 
 
 def _silence_kind(row: RankRow) -> str:
-    """Return the `kind` of the cause for a silent rank: a limit of its phase, or else `SILENT`."""
+    """Return the `Cause.kind` of a silent rank: the limit that fits its phase, or `SILENT`."""
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
 

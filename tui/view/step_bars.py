@@ -19,7 +19,7 @@ from .ranks import RankRow
 
 
 class PartStyle(NamedTuple):
-    """The name, tone and character for one of the parts into which a step is divided."""
+    """The name, tone and character that represent one part of a step."""
 
     name: str
     tone: Tone

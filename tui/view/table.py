@@ -173,9 +173,10 @@ def table_row(
 
 
 def window(count: int, cursor: int, height: int, top: int) -> int:
-    """Return which row is the first visible one, so that the cursor is visible.
+    """Return the first visible row of a table, so that the row under the cursor is visible.
 
-    It is `top`, the first visible row so far, unless the cursor would be hidden.
+    It is `top`, the first visible row so far, unless the cursor would be hidden. The table has
+    `count` rows, and `height` of them fit.
     """
     if height <= 0 or count <= height:
         return 0

@@ -73,7 +73,7 @@ class TickWindow(NamedTuple):
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return the mean of the readings in each column of dots, or None if it has no values.
+        """Return the mean of the readings in each column of dots; None if a column has no values.
 
         `values` has a value for each reading, oldest first.
         """

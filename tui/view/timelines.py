@@ -60,8 +60,8 @@ METRICS = (
 class TimeView(NamedTuple):
     """The user's choices for the graphs, such as the scale and the cursor.
 
-    `per_dot` is the number of readings per column of dots. `cursor` is a cell counted from the
-    first reading, or None.
+    `per_dot` is the number of readings per column of dots. `cursor` is a cell, counted from the
+    sampler's first reading, or None.
     """
 
     per_dot: int = 1

@@ -317,7 +317,7 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Return sentences that say that no cause was found, and how small the possible ones are."""
+    """Say that no cause was found, and how much of a step the usual ones take at most."""
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training reports no parts of its steps."
@@ -409,7 +409,7 @@ def _describe_speed(row: TrainingRow) -> str:
 
 
 def _write_rate(row: TrainingRow) -> str:
-    """Return samples/s and tokens/s, and which fraction of the plan's speed they are."""
+    """Return samples/s and tokens/s, and the fraction of the plan's speed that is reached."""
     speed = f"{rate(row.samples_per_second)} samples/s"
     if row.step_s and all(each.without_loader for each in row.ranks):
         speed = f"{rate(1 / row.step_s)} steps/s"

@@ -88,7 +88,7 @@ class LogPanel(ListPanel[LogRow]):
         return row.number
 
     def set_data(self, state: SessionState) -> None:
-        """Show the measurements. If the cursor is on the newest one, it moves to each newer one."""
+        """Show the measurements. If the cursor is on the newest one, it moves on to newer ones."""
         if state.seen is not self._seen:
             self._seen = state.seen
             follows = self.cursor == 0

@@ -27,7 +27,7 @@ class TimelinePanel(Lines):
 
     @property
     def span(self) -> float:
-        """The time in seconds that the graphs show at least.
+        """The minimum time that the graphs show, in seconds.
 
         It is the choice in `SPANS` that is nearest to the user's setting.
         """
