@@ -325,7 +325,7 @@ class ChildGroup:
         raise StoppedError(late[0].find_stack() if in_users_code else None)
 
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
-        """Return failures for those of the silent ranks whose hosts can't be reached any more."""
+        """Return a failure for each silent rank whose host can't be reached any more, by rank."""
         found = {}
         for rank in silent:
             loss = self.children[rank].find_loss()

@@ -291,7 +291,7 @@ class ProbeInterference:
     def annotate(self, block: Block) -> Block:
         """Read the drivers after a block of steps, and add to it how long devices were throttled.
 
-        Raises GroupError if a device was lost meanwhile.
+        Raises GroupError if a device was lost in the meantime.
         """
         before = self._before
         self._before = self._monitor.read(self._positions)

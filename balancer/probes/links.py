@@ -8,7 +8,7 @@ another combination of transports, that one is measured too.
 Each rank has its own process, and each reply has a deadline. If an all-reduce hangs, its devices
 are reported and the other links are still measured. An all-reduce may hang or give wrong sums over
 the default transport. It is then tried again with some transports disabled, to find environment
-variables with which it works.
+variables that make it work.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def measure_links(
     """Measure all-reduces between each pair of devices, and between all of them together.
 
     GPUs are measured over each transport. If a link fails over NCCL's default transport, this
-    function also looks for environment variables with which it works. `report` is called after each
+    function also looks for environment variables that make it work. `report` is called after each
     measurement; `program` is the command that runs a rank.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
@@ -144,9 +144,9 @@ def measure_links(
 
 
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
-    """Return the NCCL environment variables with which an all-reduce works between these devices.
+    """Return NCCL environment variables that make an all-reduce work between these devices.
 
-    The text has the form "NCCL_P2P_DISABLE=1". Returns "" if no variables help.
+    They are written as in "NCCL_P2P_DISABLE=1". Returns "" if no variables help.
     """
     everyone = [tuple(range(len(devices)))]
     for transport, variables in TRANSPORTS.items():
@@ -195,7 +195,7 @@ def name_path(devices: Sequence[Device], switches: Mapping[str, str]) -> str:
     """Return the slowest path between devices of one host, such as "NVLink".
 
     Returns "" if it is unknown. `switches` are NCCL environment variables with their values. If
-    they switch P2P off, the text says so.
+    they switch off P2P, the result says so.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):

@@ -1,4 +1,4 @@
-"""Write the sentences with which a search explains its next probe, or why it ended."""
+"""Write the sentences that explain a search's next probe, or why it ended."""
 
 from __future__ import annotations
 

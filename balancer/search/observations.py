@@ -143,9 +143,9 @@ class Observations:
         return [timed for timed in self.timed(Stage.RACE) if timed.probe.layout.traits.by_shares]
 
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
-        """Return the measurements by which a layout is compared with others, by round.
+        """Return the layout's measurements that are compared with those of other layouts, by round.
 
-        They come from `stage`. Its default is the final comparison or, for a layout with tuning
+        They come from `stage`; None means the final comparison or, for a layout with tuning
         options, the comparison of these options. An earlier measurement counts as the first round
         if no other device was busy then. If the winner was measured again and was slower than in
         all rounds before, these rounds are dropped.

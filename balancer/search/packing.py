@@ -137,7 +137,7 @@ class Packing:
         return 1
 
     def _largest_batch_for(self, size: int) -> int:
-        """Return the largest batch of each job with which `size` jobs fit in memory."""
+        """Return the largest batch per job for which `size` jobs still fit in memory."""
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory_per_training.points:
             return UNBOUNDED

@@ -66,7 +66,7 @@ class Difference(msgspec.Struct, frozen=True):
         """Return E[max(0, d)], the expected gain from choosing the first layout.
 
         d is the true relative difference. If it is negative, the first layout is slower and nothing
-        is gained. `more_turns` assumes that many further measurements, which reduce the
+        is gained. `more_turns` is the number of additional measurements to assume, which reduce the
         uncertainty.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)

@@ -103,9 +103,9 @@ class Search:
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest global batch with which an epoch has enough steps.
+    """Return the largest global batch that leaves enough steps in an epoch.
 
-    `rows` is the number of rows in the data set.
+    `rows` is the number of rows in the data set. If they are few, an epoch may have fewer steps.
     """
     quantum = problem.multiple_of
     # with few rows, an epoch may have fewer steps

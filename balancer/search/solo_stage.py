@@ -229,10 +229,11 @@ class SoloStage:
         return self._middle_of_widest_gap([point.batch for point in around], WIDE_GAP)
 
     def _even_share(self, device: DeviceModel) -> int:
-        """Return the device's rows in equal shares of a requested global batch.
+        """Return how many rows the device gets in equal shares of a requested global batch.
 
-        0 if they aren't worth measuring: if the device ran as large a batch already, if they may
-        not fit, or if no global batch was requested.
+        0 if this share isn't worth measuring: if the device already ran a batch of at least that
+        size, if the share may not fit, if the device has no part in the most promising layout, or
+        if no global batch was requested.
         """
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum

@@ -87,7 +87,7 @@ def plateau_end_is_unknown(points: Sequence[Point], curve: Curve) -> bool:
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
     """Return the batch and time at which the bound bends between two measured batches.
 
-    These are `points[right - 1]` and `points[right]`. None if the bound is a line between them.
+    The two are `points[right - 1]` and `points[right]`. None if the bound is a line between them.
     """
     one, other = points[right - 1], points[right]
     slope_across = _slope(one, other)
@@ -106,7 +106,7 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 def _slope_before(points: Sequence[Point], right: int, slope_across: float) -> float:
     """Return the slope, in seconds per row, that the bound has after `points[right - 1]`.
 
-    `slope_across` is the slope from there to `points[right]`.
+    `slope_across` is the slope of the line from that point to `points[right]`.
     """
     # the time may continue to rise as before `points[right - 1]`
     if right > 1:
