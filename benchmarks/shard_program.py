@@ -128,7 +128,7 @@ def main() -> None:
             break
     rate = STEPS * split.global_batch / (time.perf_counter() - started)
     allocated = torch.cuda.max_memory_allocated() if split.device.type == "cuda" else 0
-    share, held = split.ranks.share, model.exchange.held.peak
+    share, held = split.ranks.share, model.exchange.ledger.peak
     found = {
         "rank": split.rank,
         "rows": split.shares[split.rank],

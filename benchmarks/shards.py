@@ -181,11 +181,11 @@ def fit(options: argparse.Namespace) -> dict[str, Any]:
         draw(model)
         way = Variant(model, split, split.shares, None)
         outcome["losses"] = [way.step() for _ in range(2 if options.one_gpu else 3)]
-        held = model.exchange.held
+        ledger = model.exchange.ledger
         outcome |= {
-            "ledger GiB": round(held.peak / 2**30, 3),
+            "ledger GiB": round(ledger.peak / 2**30, 3),
             "to expected": round(
-                held.peak / (beside + parts[split.rank] / sum(parts) * count * STATE_BYTES), 4
+                ledger.peak / (beside + parts[split.rank] / sum(parts) * count * STATE_BYTES), 4
             ),
             "state GiB of all": round(count * STATE_BYTES / 2**30, 2),
         }
@@ -244,7 +244,7 @@ def try_layers(
     for _ in range(2):
         way.step()
     peak = torch.zeros(len(caps))
-    peak[split.rank] = way.model.exchange.held.peak
+    peak[split.rank] = way.model.exchange.ledger.peak
     dist.all_reduce(peak)
     if any(own > cap for own, cap in zip(peak.tolist(), caps, strict=True)):
         return None

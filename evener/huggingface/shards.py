@@ -42,8 +42,8 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """
         check_shards(self)
         super().begin_plan()
-        casts = find_autocast(self.accelerator)
-        shard(self._planned, self.model, "all", None, None, None, casts)
+        autocast_dtype = find_autocast(self.accelerator)
+        shard(self._planned, self.model, "all", None, None, None, autocast_dtype)
         _set_device_map(self.model, self.args.device)
         hook_forward(self.model, None, lambda *_: None)  # the trainer weighs losses itself
         prepare = self.accelerator.prepare_model

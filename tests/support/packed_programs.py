@@ -177,7 +177,7 @@ def train(case: PackedCase, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"first": first, "weights": trained(inner)}
     if case.way == "shards":
         split.save(folder, model, update)
-        found["ledger"], found["packed"] = dict(model.exchange.held.now), held
+        found["ledger"], found["packed"] = dict(model.exchange.ledger.now), held
         found["bytes"] = {
             name: each for name, each in whole(model).items() if each.dtype == torch.uint8
         }

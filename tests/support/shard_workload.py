@@ -35,8 +35,8 @@ class CappedLedger(Ledger):
         super().__init__()
         CappedLedger.last = self
 
-    def add(self, kind: str, size: int) -> None:
-        super().add(kind, size)
+    def add(self, category: str, size: int) -> None:
+        super().add(category, size)
         self.check()
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ def train(folder: Path, rank: int, plan: str) -> None:
         if pair[0].numel()
     )
     figures = {
-        "held": model.exchange.held.peak,
+        "held": model.exchange.ledger.peak,
         "planned": own.held_bytes,
         "measured": own.peak_bytes,
     }
@@ -176,6 +176,6 @@ def fit(split: Split, model: Big, caps: tuple[int, int], equal: bool) -> int:
         model(torch.ones(split.shares[split.rank], SMALL)).sum().backward()
         update.step()
         update.zero_grad()
-    fits = torch.tensor(float(model.exchange.held.peak <= caps[split.rank]))
+    fits = torch.tensor(float(model.exchange.ledger.peak <= caps[split.rank]))
     torch.distributed.all_reduce(fits, torch.distributed.ReduceOp.MIN)
     return state if fits else 0

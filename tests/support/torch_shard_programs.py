@@ -432,14 +432,14 @@ def train(case: ShardCase, world: int) -> dict[str, Any]:
                 validate(split, model)
             if len(norms) == STEPS:
                 break
-    held = model.exchange.held
+    ledger = model.exchange.ledger
     return {
         "weights": whole(model),
         "norms": norms,
         "computed": computed,
-        "now": dict(held.now),
-        "most": dict(held.most),
-        "peak": held.peak,
+        "now": dict(ledger.now),
+        "most": dict(ledger.most),
+        "peak": ledger.peak,
     }
 
 

@@ -127,7 +127,7 @@ def hold_half(world: int) -> tuple[int, float]:
     # of the second unit and of the first, which has no next one: its own and other units' gradients
     second = part * parameters * (1 + 6 / 8)
     first = part * parameters * (1 + 7 / 8) - parameters / 8 / 2
-    return model.exchange.held.peak, beside + max(first, second)
+    return model.exchange.ledger.peak, beside + max(first, second)
 
 
 def train_under_autocast(world: int) -> dict[str, Any]:

@@ -71,10 +71,10 @@ def test_it_steps_on_its_part_and_knows_the_state_of_the_whole(
     assert state == pytest.approx(4 * figures * elements, rel=0.02)
     assert gathered == 2 * 2 * 4 * elements // 3, "two blocks, with their gradients"
     assert workload._shards is not None
-    held = workload._shards.sharded.held
+    ledger = workload._shards.sharded.ledger
     before_loss: list[int] = []
     workload.recipe.module.register_forward_hook(
-        lambda *_: before_loss.append(held.now["gradients"])
+        lambda *_: before_loss.append(ledger.now["gradients"])
     )
     for shares, micro in (((8,), ()), ((8,), (3,))):
         workload.prepare(shares, micro)
@@ -82,12 +82,12 @@ def test_it_steps_on_its_part_and_knows_the_state_of_the_whole(
             workload.step()
         workload.synchronize()
         assert workload.loss_is_finite()
-    of_part = held.most["gradients"]
+    of_part = ledger.most["gradients"]
     in_one_pass, in_three = [0, 0], [0, of_part, of_part]
     assert before_loss == [*in_one_pass, *in_three, *in_three]
-    assert held.now["gathered"] == 0
-    assert held.now["shards"] == pytest.approx(4 * elements * PART, rel=0.02)
-    assert held.most["gathered"] <= gathered
+    assert ledger.now["gathered"] == 0
+    assert ledger.now["shards"] == pytest.approx(4 * elements * PART, rel=0.02)
+    assert ledger.most["gathered"] <= gathered
 
 
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused(

@@ -48,18 +48,18 @@ class RecipeShards:
         pack_weights(module, device)
         check_buffers(module)
         units, replaced = choose_units(module, None), list(module.parameters())
-        casts = recipe.casts
+        autocast_dtype = recipe.autocast_dtype
         received = bound_received(len(parts))
-        self._gathered = count_gathered(module, units, None, casts, received)
+        self._gathered = count_gathered(module, units, None, autocast_dtype, received)
         capped = any(limit is not None for limit in setup.memory_limit_bytes)
         on_whole_gpu = device.type == "cuda" and not capped
-        self._beside = CONTEXT_BYTES + NCCL_BYTES if on_whole_gpu else 0
+        self._other_bytes = CONTEXT_BYTES + NCCL_BYTES if on_whole_gpu else 0
         # there are two packed parameters per byte
         sizes = [(2 * each.nbytes if is_packed(each) else each.numel()) for each in replaced]
         self._parameters = sum(sizes)
         self._trained = sum(each.numel() for each in replaced if each.requires_grad)
         own = ShardRank(setup.rank, parts, device, alone)
-        self.sharded = cut_model(module, units, own, casts=casts)
+        self.sharded = cut_model(module, units, own, autocast_dtype=autocast_dtype)
         # with gradient accumulation, gradients coexist with the peak of activations
         self.sharded.frees_gradients = not recipe.accumulates
         move(recipe.optimizer, replaced, module)
@@ -88,7 +88,7 @@ class RecipeShards:
         - bytes of a process outside PyTorch's allocator
         """
         sizes = (self._state, self._gathered, self._step, self._parameters, self._trained)
-        return " ".join(map(str, (*sizes, self._gradients, self._beside)))
+        return " ".join(map(str, (*sizes, self._gradients, self._other_bytes)))
 
     def _measure_state(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
         """Return the bytes of the whole model's state, and the bytes that an optimizer step adds.
@@ -97,9 +97,9 @@ class RecipeShards:
         """
         for parameter in self.sharded.parameters:
             parameter.grad = torch.zeros_like(parameter)
-        before, noted = _count_from_here(device), self.sharded.held.now.total()
+        before, noted = _count_from_here(device), self.sharded.ledger.now.total()
         optimizer.step()
-        ledger = self.sharded.held
+        ledger = self.sharded.ledger
         held, kept = ledger.now["state"], ledger.now.total() - noted
         taken = (
             max(0, torch.cuda.max_memory_allocated(device) - before - kept)

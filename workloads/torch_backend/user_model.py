@@ -292,7 +292,7 @@ def _from_trainer(trainer: Any) -> Recipe:
         None,
         data,
         mixed_precision=mixed,
-        casts=find_autocast(trainer.accelerator),
+        autocast_dtype=find_autocast(trainer.accelerator),
         accumulates=trainer.args.gradient_accumulation_steps > 1,
         prepare=prepare,
     )

@@ -63,7 +63,7 @@ class Recipe(msgspec.Struct, frozen=True):
     data: Data | None = None  # training data; None: rows that `sample_batch` makes
     sample_batch: SampleBatch | None = None
     mixed_precision: str = ""  # a Trainer's mixed precision as accelerate's value: no | fp16 | bf16
-    casts: Any = None  # dtype of an autocast around the module's forward pass, if known
+    autocast_dtype: Any = None  # dtype of an autocast around the module's forward pass, if known
     accumulates: bool = False  # gradients of several batches are accumulated before a step
     # called once before any sharding, with True if the model will be sharded
     prepare: Callable[[bool], None] = lambda _: None

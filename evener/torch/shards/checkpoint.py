@@ -579,15 +579,15 @@ class _Reader:
         self._find((name,))
         return _safetensors().safe_open(self._folder / self._maps[name], "pt").get_slice(name)
 
-    def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
+    def read(self, flat: Flat, suffix: str, dtype: Any) -> torch.Tensor:
         """Return this rank's part of a flat tensor of parameters or optimizer states.
 
-        `kind` is "" for parameters, and for example "/exp_avg" for an optimizer state. Elements
+        `suffix` is "" for parameters, and for example "/exp_avg" for an optimizer state. Elements
         that aren't in the checkpoint are 0.
         """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
         for slot in flat.slots if self._reads else ():
-            name = next((name + kind for name in slot.names if name + kind in self._maps), None)
+            name = next((name + suffix for name in slot.names if name + suffix in self._maps), None)
             if name is not None:
                 found = self._read_tensor(name)
                 if found is not None:

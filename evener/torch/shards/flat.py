@@ -27,13 +27,13 @@ class Flat:
 
     - `place`: this rank, and the size of each rank's part.
     - `slots`: the parameters, all of one dtype, and all trained or all frozen.
-    - `held`: ledger of the bytes in use.
+    - `ledger`: counts the bytes in use.
     """
 
-    def __init__(self, place: ShardRank, slots: Sequence[Slot], held: Any) -> None:
+    def __init__(self, place: ShardRank, slots: Sequence[Slot], ledger: Any) -> None:
         first = slots[0].tensor
         self.slots = sort_slots(slots)
-        self.trainable, self.held, self._place = first.requires_grad, held, place
+        self.trainable, self.ledger, self._place = first.requires_grad, ledger, place
         self.packed = is_packed(first)
         self.elements = 0
         for slot in self.slots:
@@ -71,7 +71,7 @@ class Flat:
         self.gathered.free()
         sizes = [slot.piece.numel() for slot in self.slots]
         self._piece_sizes = [*sizes, len(self.shard) - sum(sizes)]
-        held.add("shards", byte_count(self.shard))
+        ledger.add("shards", byte_count(self.shard))
 
     def _copy_whole(self, filled: torch.Tensor) -> None:
         with torch.no_grad():
@@ -94,7 +94,7 @@ class Flat:
 
     def gather(self) -> list[Any]:
         """Start to gather the parameters from all ranks, and return the handles to wait for."""
-        self.held.add("gathered", self.gathered.size)
+        self.ledger.add("gathered", self.gathered.size)
         return self.gathered.gather()
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
@@ -108,7 +108,7 @@ class Flat:
 
     def free(self) -> None:
         """Free the gathered parameters, but not this rank's shard."""
-        self.held.add("gathered", -self.gathered.size)
+        self.ledger.add("gathered", -self.gathered.size)
         self.gathered.free()
 
     # ------------------------------------------------------------------ gradients
@@ -136,7 +136,7 @@ class Flat:
         if self._grads is None:
             length = self.cuts[-1][1]
             self._grads = torch.zeros(length, dtype=self.shard.dtype, device=self.shard.device)
-            self.held.add("gathered", byte_count(self._grads))
+            self.ledger.add("gathered", byte_count(self._grads))
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
@@ -151,7 +151,7 @@ class Flat:
                 gradients[slot.start : slot.start + slot.numel].add_(
                     gradient.reshape(-1), alpha=weight
                 )
-        slot.fired = True
+        slot.has_fired = True
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _collect_gradients(self, weight: float) -> torch.Tensor:
@@ -164,7 +164,7 @@ class Flat:
             gradients = [slot.whole.grad.reshape(-1) for slot in taken]
             copy_each([parts[slot] for slot in taken], gradients)
             for slot in taken:
-                slot.whole.grad, slot.fired = None, True
+                slot.whole.grad, slot.has_fired = None, True
             self._uncount_gradients()
         if weight == 0.0:
             buffer.zero_()  # also clears infinite gradients
@@ -176,11 +176,11 @@ class Flat:
         """Record in the ledger how many bytes the gradients take before they are reduced."""
         gradients = [slot.whole.grad for slot in self.slots]
         size = sum([gradient.nbytes for gradient in gradients if gradient is not None])
-        self.held.add("gathered", size - self._computed_bytes)
+        self.ledger.add("gathered", size - self._computed_bytes)
         self._computed_bytes = size
 
     def _uncount_gradients(self) -> None:
-        self.held.add("gathered", -self._computed_bytes)
+        self.ledger.add("gathered", -self._computed_bytes)
         self._computed_bytes = 0
 
     def keep(self) -> None:
@@ -190,7 +190,7 @@ class Flat:
         """
         # a piece without a `.grad` gets zeros, so that a zero_grad() before the reduction is
         # detected
-        taken = [slot for slot in self.slots if slot.fired]
+        taken = [slot for slot in self.slots if slot.has_fired]
         for slot in taken:
             if slot.piece.grad is None:
                 self._make_views()
@@ -216,13 +216,13 @@ class Flat:
     def _send_all(self, sender: GradientSender, weight: float) -> None:
         """Start to send this rank's gradients to the ranks that store their shards."""
         gradients = [slot.whole.grad for slot in self.slots]
-        self.held.add("gathered", sender.taken_bytes)
+        self.ledger.add("gathered", sender.taken_bytes)
         sender.take(weight, gradients)
         for slot, gradient in zip(self.slots, gradients, strict=True):
             if gradient is not None:
-                slot.whole.grad, slot.fired = None, True
+                slot.whole.grad, slot.has_fired = None, True
         del gradient, gradients  # their memory is free before more is received
-        self.held.add("gathered", sender.received_bytes - self._computed_bytes)
+        self.ledger.add("gathered", sender.received_bytes - self._computed_bytes)
         self._computed_bytes = 0
         self._work, self._sends = sender.send(), True
 
@@ -239,12 +239,12 @@ class Flat:
             summed = torch.empty_like(self.shard)
             self._sender.add_up(summed)
             self._accept_sums(summed, owns_memory=True)
-            self.held.add("gathered", -self._sender.taken_bytes - self._sender.received_bytes)
+            self.ledger.add("gathered", -self._sender.taken_bytes - self._sender.received_bytes)
             self._work, self._sends = [], False
             return
         assert self._grads is not None
         self._accept_sums(self._grads[self.start : self.stop])
-        self.held.add("gathered", -byte_count(self._grads))
+        self.ledger.add("gathered", -byte_count(self._grads))
         self._work, self._grads = [], None
 
     def release_gradients(self) -> None:
@@ -253,7 +253,7 @@ class Flat:
         # together
         if self._grad_shard is None or any(slot.piece.grad is not None for slot in self.slots):
             return
-        self.held.add("gradients", -byte_count(self._grad_shard))
+        self.ledger.add("gradients", -byte_count(self._grad_shard))
         self._grad_shard = None
         for slot in self.slots:
             slot.view = None
@@ -266,7 +266,7 @@ class Flat:
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made
-            self.held.add("gradients", byte_count(self._grad_shard))
+            self.ledger.add("gradients", byte_count(self._grad_shard))
             views = self._grad_shard.split(self._piece_sizes)
             for slot, view in zip(self.slots, views, strict=False):  # the last view is padding
                 slot.view = view
@@ -317,13 +317,13 @@ class Flat:
             work.wait()
         self._uncount_gradients()
         if self._grads is not None:
-            self.held.add("gathered", -byte_count(self._grads))
+            self.ledger.add("gathered", -byte_count(self._grads))
         if self._sender is not None and self._sends:
             self._sender.free()
-            self.held.add("gathered", -self._sender.taken_bytes - self._sender.received_bytes)
+            self.ledger.add("gathered", -self._sender.taken_bytes - self._sender.received_bytes)
         self._work, self._grads, self._sends = [], None, False
         for slot in self.slots:
-            slot.received = slot.before = slot.fired = False
+            slot.received = slot.before = slot.has_fired = False
             slot.piece.grad = slot.whole.grad = None
 
     def set_gradients(self, used: Sequence[bool]) -> None:
@@ -338,7 +338,7 @@ class Flat:
                 slot.view.add_(slot.piece.grad)
             if is_used or slot.before or slot.piece.grad is not None:
                 slot.piece.grad = slot.view
-            slot.received = slot.before = slot.fired = False
+            slot.received = slot.before = slot.has_fired = False
 
 
 _ALONE = SimpleNamespace(wait=lambda: None)  # the work handle of a sum on one rank

@@ -70,7 +70,7 @@ def shard(
     units: Any,
     state: Sequence[float] | None,
     dtype: Any,
-    casts: Any = None,
+    autocast_dtype: Any = None,
 ) -> Any:
     """Shard a model over the ranks of a training run, and return it.
 
@@ -80,7 +80,7 @@ def shard(
     - `units`: modules whose parameters are gathered together, with level "all"; None chooses them.
     - `state`: relative size of each rank's part; by default from the plan, else by free memory.
     - `dtype`: dtype of computation; None leaves each parameter its own.
-    - `casts`: dtype of an autocast around each forward pass, or None.
+    - `autocast_dtype`: dtype of an autocast around each forward pass, or None.
 
     Every rank has to call this. Raises RequestError if the model or the training can't be sharded,
     or if the ranks' models differ.
@@ -99,10 +99,12 @@ def shard(
     chosen = choose_units(model, units) if level == "all" else {}
     received = bound_received(training.world)
 
-    def count_beside() -> int:
-        return count_gathered(model, chosen, dtype, casts, received if level == "all" else None)
+    def count_other_bytes() -> int:
+        return count_gathered(
+            model, chosen, dtype, autocast_dtype, received if level == "all" else None
+        )
 
-    parts = _choose_parts(training, state, count_beside)
+    parts = _choose_parts(training, state, count_other_bytes)
     rows = training.ranks.batches
     first = next(rank for rank, own in enumerate(rows) if own)
     place = ShardRank(training.rank, parts, training.device, first=first)
@@ -110,7 +112,7 @@ def shard(
         raise RequestError(
             "The ranks shard different models.", "Make the same model on every rank."
         )
-    sharded = cut_model(model, chosen, place, dtype, level == "state", casts)
+    sharded = cut_model(model, chosen, place, dtype, level == "state", autocast_dtype)
     if not rows[training.rank]:
         sharded.compute_nothing()
     training.weights.weigh_sharded(model, sharded, training.device)
@@ -131,8 +133,8 @@ def cut_model(
     units: Mapping[str, Any],
     place: ShardRank,
     dtype: Any = None,
-    keeps: bool = False,
-    casts: Any = None,
+    keeps_gradients: bool = False,
+    autocast_dtype: Any = None,
 ) -> Sharded:
     """Replace each parameter of a model by this rank's piece of it.
 
@@ -141,9 +143,9 @@ def cut_model(
     - `units`: modules whose parameters are gathered together, by name.
     - `place`: this rank, and the size of each rank's part.
     - `dtype`: dtype of computation; None leaves each parameter its own.
-    - `keeps`: whether to accumulate unsharded gradients over passes and reduce them once per
-      batch.
-    - `casts`: dtype of an autocast around each forward pass, or None.
+    - `keeps_gradients`: whether to accumulate unsharded gradients over passes and reduce them once
+      per batch.
+    - `autocast_dtype`: dtype of an autocast around each forward pass, or None.
 
     Returns the Sharded object that gathers and frees the model's parameters.
     """
@@ -155,12 +157,12 @@ def cut_model(
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             own_buffers(module)[name] = buffer.to(place.device)
     before = list(model.parameters())
-    sharded = Sharded(model, units, place, dtype, keeps, casts)
+    sharded = Sharded(model, units, place, dtype, keeps_gradients, autocast_dtype)
     kept = set(map(id, model.parameters()))
     include_all_ranks(sharded, [each for each in before if id(each) not in kept])
     EXCHANGES.add(sharded)
     model.exchange, model.require_backward_grad_sync = sharded, True
-    if keeps or sharded.whole is not None:
+    if keeps_gradients or sharded.whole is not None:
         model.no_sync = partial(Exchanged.no_sync, model)
     model.register_state_dict_pre_hook(_refuse)
     model.register_load_state_dict_pre_hook(_refuse)
@@ -198,26 +200,27 @@ def check_buffers(model: Any) -> None:
 
     Buffers aren't sharded, so each device would hold all of them.
     """
-    held = sum(map(byte_count, model.buffers()))
-    if held > sum(map(byte_count, model.parameters())):
+    in_buffers = sum(map(byte_count, model.buffers()))
+    if in_buffers > sum(map(byte_count, model.parameters())):
         raise RequestError(
-            f"{held / 2**20:,.0f} MiB of the model are in buffers, as GPTQ's and AWQ's weights "
-            f"are, and buffers aren't cut: each device would hold them all.",
+            f"{in_buffers / 2**20:,.0f} MiB of the model are in buffers, as GPTQ's and AWQ's "
+            f"weights are, and buffers aren't cut: each device would hold them all.",
             "Quantize it with bitsandbytes' 4 bits, or load it in bfloat16.",
         )
 
 
 def _choose_parts(
-    training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
+    training: PlannedTraining, state: Sequence[float] | None, count_other_bytes: Callable[[], int]
 ) -> tuple[float, ...]:
     """Choose the relative size of each rank's part of the model.
 
-    It is taken from `state`, else from the plan, else from free memory. `beside` returns the bytes
-    that a rank needs for other things. Raises RequestError unless each rank has a part above 0.
+    The sizes come from `state`, or else from the plan. If the plan has none, they are in proportion
+    to free memory, not counting the bytes that a rank needs for other things, which
+    `count_other_bytes` returns. Raises RequestError unless each rank has a part above 0.
     """
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (
-        planned if all(planned) else _free_bytes_by_rank(training, beside())
+        planned if all(planned) else _free_bytes_by_rank(training, count_other_bytes())
     )
     check_ratios(parts)
     if len(parts) != training.world or not all(parts):
@@ -228,17 +231,17 @@ def _choose_parts(
     return parts
 
 
-def _free_bytes_by_rank(training: PlannedTraining, beside: int) -> tuple[float, ...]:
+def _free_bytes_by_rank(training: PlannedTraining, other_bytes: int) -> tuple[float, ...]:
     """Return how many bytes each rank's GPU has left for its part of the model.
 
-    `beside` is the number of bytes that a rank needs for other things. A rank on a CPU counts as 1.
-    Every rank has to call this.
+    `other_bytes` is how much a rank needs for other things. A rank on a CPU counts as 1. Every rank
+    has to call this.
     """
     # ranks on CPUs share their host's memory, so they get equal parts
     own = 1.0
     if training.device.type == "cuda":
         allowed = torch.cuda.get_per_process_memory_fraction(training.device)
-        own = max(1.0, allowed * torch.cuda.mem_get_info(training.device)[1] - beside)
+        own = max(1.0, allowed * torch.cuda.mem_get_info(training.device)[1] - other_bytes)
     every = [
         torch.zeros(1, dtype=torch.float64, device=training.device) for _ in range(training.world)
     ]
@@ -297,27 +300,27 @@ _HOOKS = ProcessHooks(_register)
 
 
 def sum_norms(
-    norm: Callable[..., Any], tensors: list[Any], kind: float, *options: Any, **named: Any
+    norm: Callable[..., Any], tensors: list[Any], order: float, *options: Any, **named: Any
 ) -> Any:
     """Return the total norm of gradients, some of which are sharded over ranks.
 
-    Every rank has to call this. `norm` is PyTorch's own function for the total norm, and `kind` is
+    Every rank has to call this. `norm` is PyTorch's own function for the total norm, and `order` is
     the order of the norm. Raises RequestError for order 0, and RuntimeError if `error_if_nonfinite`
     is set and the norm isn't finite.
     """
     shards = _list_shard_gradients()
     own = [tensor for tensor in tensors if id(tensor) in shards]
     if not own:
-        return norm(tensors, kind, *options, **named)
-    if kind == 0:
+        return norm(tensors, order, *options, **named)
+    if order == 0:
         raise RequestError(
             "norm_type=0 counts tensors, and ranks have pieces of them.", "Clip by another norm."
         )
     strict = options[0] if options else named.pop("error_if_nonfinite", False)
-    total = _sum_shard_norms(norm, own, kind)
+    total = _sum_shard_norms(norm, own, order)
     rest = [tensor for tensor in tensors if id(tensor) not in shards]
     if rest:
-        total = norm([total, *rest], kind)
+        total = norm([total, *rest], order)
     if strict and not torch.isfinite(total):
         raise RuntimeError(
             f"The norm of the gradients is {float(total)}, so they can't be clipped."
@@ -331,31 +334,31 @@ def _list_shard_gradients() -> set[int]:
     return {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
 
 
-def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
+def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], order: float) -> torch.Tensor:
     """Return the norm over all ranks of sharded gradients.
 
-    `own` are this rank's pieces of them, and `kind` is the order of the norm.
+    `own` has this rank's pieces of the gradients, and `order` is the order of the norm.
     """
     parts = [each for each in own if each.numel()]
-    total = _norm_over_ranks(norm(parts, kind) if parts else None, kind, own[0].device)
+    total = _norm_over_ranks(norm(parts, order) if parts else None, order, own[0].device)
     return total.to(reduce(torch.promote_types, {each.dtype for each in own}))
 
 
-def _norm_over_ranks(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
+def _norm_over_ranks(own: torch.Tensor | None, order: float, device: Any) -> torch.Tensor:
     """Combine the norms of all ranks' pieces into one norm.
 
-    `own` is this rank's norm, or None if it has no elements. `kind` is the order of the norm.
+    `own` is this rank's norm, or None if it has no elements. `order` is the order of the norm.
     """
     # summed in float64, because powers of half-precision values overflow
-    if kind in (float("inf"), float("-inf")):
-        nothing = torch.full((), max(0.0, -kind), device=device, dtype=torch.float64)
+    if order in (float("inf"), float("-inf")):
+        nothing = torch.full((), max(0.0, -order), device=device, dtype=torch.float64)
         total = nothing if own is None else own.double()
-        _reduce(total, dist.ReduceOp.MAX if kind > 0 else dist.ReduceOp.MIN)
+        _reduce(total, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
         return total
     nothing = torch.zeros((), dtype=torch.float64, device=device)
-    total = nothing if own is None else own.double() ** kind
+    total = nothing if own is None else own.double() ** order
     _reduce(total, dist.ReduceOp.SUM)
-    return total ** (1 / kind)
+    return total ** (1 / order)
 
 
 def _reduce(tensor: torch.Tensor, operation: Any) -> None:

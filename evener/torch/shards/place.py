@@ -77,12 +77,12 @@ class Parts:
         self._parts = [whole[start:stop] for start, stop in ranges]
         self._is_even = len({len(part) for part in self._parts}) == 1
         # how many collectives a gather or a reduction starts depends on these
-        self._kind = (on_nccl, self._is_even, len([part for part in self._parts if len(part)]))
+        self._variant = (on_nccl, self._is_even, len([part for part in self._parts if len(part)]))
         self.own = self._parts[rank]
 
     def gather(self) -> list[Any]:
         """Start to fill the tensor with the parts of all ranks; return the handles to wait for."""
-        return run_own(("gather", *self._kind), self._gather)
+        return run_own(("gather", *self._variant), self._gather)
 
     def _gather(self) -> list[Any]:
         if not self._on_nccl:
@@ -100,7 +100,7 @@ class Parts:
 
         Each rank receives only the sum of its own part.
         """
-        return run_own(("reduce", *self._kind), self._reduce)
+        return run_own(("reduce", *self._variant), self._reduce)
 
     def _reduce(self) -> list[Any]:
         if not self._on_nccl:

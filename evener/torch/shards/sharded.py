@@ -38,12 +38,13 @@ class Sharded:
 
     Arguments:
 
+    - `model`: the model.
     - `units`: modules that are gathered one at a time, by name.
     - `place`: this rank, and the size of each rank's part.
     - `dtype`: dtype of computation, to which inputs are cast; None leaves both unchanged.
-    - `keeps`: whether to accumulate unsharded gradients over passes and reduce them once per
-      batch.
-    - `casts`: dtype of an autocast around each forward pass, or None.
+    - `keeps_gradients`: whether to accumulate unsharded gradients over passes and reduce them once
+      per batch.
+    - `autocast_dtype`: dtype of an autocast around each forward pass, or None.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class Sharded:
         units: Mapping[str, Any],
         place: ShardRank,
         dtype: Any = None,
-        keeps: bool = False,
-        casts: Any = None,
+        keeps_gradients: bool = False,
+        autocast_dtype: Any = None,
     ) -> None:
-        self.held, self.place = Ledger(), place
+        self.ledger, self.place = Ledger(), place
         parameters = find_parameters(model, units)
-        whole = [] if keeps else choose_whole(parameters)
+        whole = [] if keeps_gradients else choose_whole(parameters)
         modules = {"": model, **units}
         made = [
             Unit(
@@ -66,18 +67,18 @@ class Sharded:
                 [slot for slot in own if slot not in whole],
                 place,
                 dtype,
-                casts,
-                self.held,
+                autocast_dtype,
+                self.ledger,
             )
             for name, own in parameters.items()
         ]
         self.root, self.units = made[0], made[1:]
-        if not keeps:
+        if not keeps_gradients:
             self._send_as_computed()
         self.slots = [slot for unit in made for slot in unit.slots]
         self.pieces = [slot.piece for slot in self.slots if slot.piece.requires_grad]
         # trained parameters that each rank holds whole, such as adapters
-        self.whole = WholeParameters(place, whole, self.held) if whole else None
+        self.whole = WholeParameters(place, whole, self.ledger) if whole else None
         self.slots += whole
         self.parameters = [slot.piece for slot in self.slots if slot.piece.requires_grad]
         self._place_statistics(place)
@@ -85,7 +86,7 @@ class Sharded:
         self.begun: Callable[[Any, Any], None] = lambda *_: None
         self.done: Callable[[], None] = lambda: None
         self._dtype = dtype
-        self.keeps = keeps
+        self.keeps_gradients = keeps_gradients
         self.frees_gradients = True  # True if the memory of cleared gradients is freed
         self._sums = True  # True if the next backward pass ends with a reduction
         self.waits = False  # True if gradients of earlier passes wait for a reduction
@@ -145,7 +146,7 @@ class Sharded:
         for each in packed:
             each.quant_state.to(place.device)
         statistics = list_statistics(packed)
-        self.held.add("whole", sum(map(byte_count, statistics)))
+        self.ledger.add("whole", sum(map(byte_count, statistics)))
         if not place.single_rank and statistics:
             with torch.no_grad(), own_collectives():
                 spread(statistics)
@@ -217,7 +218,7 @@ class Sharded:
         self._computes, self._outside = True, []
         for unit in [self.root, *self.units]:
             unit.check_unchanged()
-            if not (self.keeps and self.waits):
+            if not (self.keeps_gradients and self.waits):
                 unit.free()  # a step may have moved its weights
             if self.frees_gradients:
                 for flat in unit.trained:
@@ -338,7 +339,7 @@ class Sharded:
             unit.count_gradients()  # they are in memory while others are received
             if self._sending is not None:
                 self._sending.receive()
-            unit.send(1.0 if self.keeps else self.weight)
+            unit.send(1.0 if self.keeps_gradients else self.weight)
             self._sending = unit
         unit.free()
 
@@ -357,7 +358,7 @@ class Sharded:
         """At the end of a backward pass, sum the remaining gradients, and set each `.grad`."""
         if self._follower is not None:
             self._follower.end_backward()
-        if self.keeps and not self._sums:
+        if self.keeps_gradients and not self._sums:
             self._keep()
             return
         for unit in [*self.units, self.root]:
@@ -384,8 +385,8 @@ class Sharded:
 
         `is_there` returns whether the gradient that was kept for a parameter still exists.
         """
-        waits = self.keeps and self.waits
-        if waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
+        waits = self.keeps_gradients and self.waits
+        if waits and not all(is_there(slot) for slot in self.root.slots if slot.has_fired):
             raise RequestError(
                 "Gradients were cleared between the passes, or the batches, of a sum.",
                 "Call zero_grad() after the optimizer's step alone.",
@@ -394,11 +395,11 @@ class Sharded:
     def _set_gradients(self) -> None:
         """Set the `.grad` of each parameter for which any rank has computed a gradient."""
         flats = [flat for unit in [self.root, *self.units] for flat in unit.trained]
-        fired = [slot.fired for flat in flats for slot in flat.slots]
-        fired += self._add_up_whole()
-        if not fired:
+        computed = [slot.has_fired for flat in flats for slot in flat.slots]
+        computed += self._add_up_whole()
+        if not computed:
             return
-        used = self._find_used(fired)
+        used = self._find_used(computed)
         first = 0
         for flat in flats:
             last = first + len(flat.slots)
@@ -419,31 +420,31 @@ class Sharded:
             self.whole.keep()
             return []
         self.whole.add_up()
-        return [slot.fired for slot in self.whole.slots]
+        return [slot.has_fired for slot in self.whole.slots]
 
-    def _find_used(self, fired: list[bool]) -> list[bool]:
+    def _find_used(self, computed: list[bool]) -> list[bool]:
         """Return for each parameter whether any rank has computed its gradient in this pass.
 
-        `fired` says the same of this rank only. Every rank has to call this.
+        `computed` says for each parameter whether this rank has. Every rank has to call this.
         """
         if self.place.single_rank:
-            return fired
-        flags = self._flag(fired)
+            return computed
+        flags = self._flag(computed)
         with own_collectives():
             self._flags = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
         self._spread_buffers()
-        if all(fired):
-            return fired
+        if all(computed):
+            return computed
         self._flags[0].wait()
         return [bool(each) for each in flags.tolist()]
 
-    def _flag(self, fired: list[bool]) -> torch.Tensor:
-        """Return the flags `fired`, one per parameter, as a new tensor on this rank's device."""
+    def _flag(self, computed: list[bool]) -> torch.Tensor:
+        """Return a tensor on this rank's device with the flags in `computed`, one per parameter."""
         # a copy from the host would make the host wait, so unchanged flags are copied from the last
         # tensor
-        known = tuple(fired)
+        known = tuple(computed)
         if known != self._known_flags[0]:
-            made = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
+            made = torch.tensor(computed, dtype=torch.uint8, device=self.place.device)
             self._known_flags = known, made
         return self._known_flags[1].clone()
 
@@ -471,7 +472,7 @@ class Sharded:
     def note_state(self, optimizer: Any) -> None:
         """Record in the ledger how many bytes the optimizer's state takes."""
         whole = self.whole.parameters if self.whole is not None else []
-        self.held.note_state(optimizer, set(map(id, whole)))
+        self.ledger.note_state(optimizer, set(map(id, whole)))
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         raise RequestError(
@@ -549,7 +550,7 @@ class UnitHooks:
             sharded.accumulated(unit)
             flat.take(slot, sharded.weight)
 
-        return take if sharded.keeps else note
+        return take if sharded.keeps_gradients else note
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         raise RequestError(

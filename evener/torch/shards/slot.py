@@ -25,7 +25,7 @@ class Slot:
         self.piece: Any = None
         self.whole: Any = None  # a Parameter without memory unless its unit is gathered
         self.view: Any = None  # this rank's piece of the gradient
-        self.fired = False  # True if a gradient was computed since the last reduction
+        self.has_fired = False  # True if a gradient was computed since the last reduction
         self.kept = -1  # the version of the piece's gradient while gradients wait for a reduction
         # a reduction completed in this backward pass; the piece had a gradient before
         self.received = self.before = False

@@ -162,14 +162,14 @@ def _check_kind(name: str, tensor: Any) -> None:
         )
 
 
-def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
-    """Return the dtype in which a sharded parameter is gathered and computes.
+def choose_dtype(slot: Slot, dtype: Any, autocast_dtype: Any) -> Any:
+    """Return the dtype in which a sharded parameter is gathered and used in computations.
 
     Arguments:
 
     - `dtype`: dtype of computation for the whole model, or None.
-    - `casts`: dtype of an autocast around the model, or None; it applies to float32 parameters
-      of Linear layers.
+    - `autocast_dtype`: dtype of an autocast around the model, or None; it applies to float32
+      parameters of Linear layers.
     """
     # An autocast would cast these parameters whenever the layers compute, so the results are the
     # same. Gathering needs half the bytes, and the backward pass needs no cast copies.
@@ -179,8 +179,8 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
     if dtype is not None:
         return dtype
     is_linear = all(type(module) is torch.nn.Linear for module, _ in slot.owners)
-    casted = casts is not None and is_linear and tensor.dtype == torch.float32
-    return casts if casted else tensor.dtype
+    is_autocast = autocast_dtype is not None and is_linear and tensor.dtype == torch.float32
+    return autocast_dtype if is_autocast else tensor.dtype
 
 
 def is_lookup(module: Any) -> bool:
@@ -200,8 +200,8 @@ class Unit:
     - `module`: the module.
     - `parameters`: its parameters that are sharded.
     - `place`: this rank, and the size of each rank's part.
-    - `dtype`, `casts`: see `choose_dtype`.
-    - `held`: ledger of the bytes in use.
+    - `dtype`, `autocast_dtype`: see `choose_dtype`.
+    - `ledger`: counts the bytes in use.
     """
 
     # the parameters of a flat have the same dtype, and are all trained or all frozen
@@ -213,17 +213,17 @@ class Unit:
         parameters: Sequence[Slot],
         place: ShardRank,
         dtype: Any,
-        casts: Any,
-        held: Any,
+        autocast_dtype: Any,
+        ledger: Any,
     ):
         self.name, self.module = name, module
         kinds: dict[Any, list[Slot]] = {}
         for parameter in parameters:
             tensor = parameter.tensor
-            parameter.computes = choose_dtype(parameter, dtype, casts)
+            parameter.computes = choose_dtype(parameter, dtype, autocast_dtype)
             kind = (tensor.dtype, tensor.requires_grad, is_packed(tensor))
             kinds.setdefault(kind, []).append(parameter)
-        self.flats = [Flat(place, each, held) for each in kinds.values()]
+        self.flats = [Flat(place, each, ledger) for each in kinds.values()]
         self.reads_backward = not is_lookup(module)
         self.slots = [slot for flat in self.flats for slot in flat.slots]
         self._in_rnns = [slot for slot in self.slots if slot.is_in_rnn]
@@ -333,7 +333,9 @@ class Unit:
 
 
 class Ledger:
-    """Counts the bytes that a sharded model uses on a rank, by kind, with their peaks.
+    """Counts the bytes that a sharded model uses on a rank, by category, and their peaks.
+
+    The categories are:
 
     - `shards`: this rank's parts of the parameters.
     - `gathered`: gathered parameters, and gradients that aren't reduced yet.
@@ -348,16 +350,16 @@ class Ledger:
         self.peak = self._total = 0
         self._whole_state = 0
 
-    def add(self, kind: str, size: int) -> None:
-        """Add `size` bytes to the count of a kind; negative for memory that was freed."""
-        now = self.now[kind] + size
-        self.now[kind] = now
+    def add(self, category: str, size: int) -> None:
+        """Add `size` bytes to the count of a category; subtract them if `size` is negative."""
+        now = self.now[category] + size
+        self.now[category] = now
         total = self._total + size
         self._total = total
         if size <= 0:
             return
-        if now > self.most[kind]:
-            self.most[kind] = now
+        if now > self.most[category]:
+            self.most[category] = now
         if total > self.peak:
             self.peak = total
 
@@ -365,9 +367,9 @@ class Ledger:
         """Record the bytes of an optimizer's state; `whole` has the ids of unsharded parameters."""
         sizes = Counter(state=0, whole=0)
         for parameter, state in optimizer.state.items():
-            kind = "whole" if id(parameter) in whole else "state"
+            category = "whole" if id(parameter) in whole else "state"
             tensors = [each for each in state.values() if torch.is_tensor(each)]
-            sizes[kind] += sum(byte_count(tensor) for tensor in tensors if tensor.ndim)
+            sizes[category] += sum(byte_count(tensor) for tensor in tensors if tensor.ndim)
         self.add("state", sizes["state"] - self.now["state"])
         self.add("whole", sizes["whole"] - self._whole_state)
         self._whole_state = sizes["whole"]

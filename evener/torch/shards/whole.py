@@ -30,20 +30,20 @@ def count_gathered(
     model: Any,
     units: Mapping[str, Any],
     dtype: Any,
-    casts: Any = None,
+    autocast_dtype: Any = None,
     received: float | None = None,
 ) -> int:
     """Estimate a rank's peak memory in bytes, besides its shards and its activations.
 
     This memory holds gathered parameters, gradients that are being reduced, and unsharded
-    parameters. `received` is the upper bound from `bound_received`, or None if gradients are
-    reduced in the dtype of the shards.
+    parameters. `dtype` and `autocast_dtype` are those of `choose_dtype`. `received` is the upper
+    bound from `bound_received`, or None if gradients are reduced in the dtype of the shards.
     """
     # an embedding is freed before its gradients are reduced, so its parameters don't count then
     parameters = find_parameters(model, units)
     whole = choose_whole(parameters)
     sizes = {
-        name: _measure([slot for slot in own if slot not in whole], dtype, casts, received)
+        name: _measure([slot for slot in own if slot not in whole], dtype, autocast_dtype, received)
         for name, own in parameters.items()
     }
     root = sizes.pop("")
@@ -55,9 +55,9 @@ def count_gathered(
         _add_largest(others) + max((each.reduced for each in others), default=0),
         max((lookup.reduced for lookup in lookups), default=0),
     ]
-    beside = STATE_COPIES * sum(byte_count(slot.tensor) for slot in whole)
-    beside += sum(map(byte_count, list_statistics(model.parameters())))
-    return root.gathered + root.gradients + max(peaks) + beside
+    unsharded = STATE_COPIES * sum(byte_count(slot.tensor) for slot in whole)
+    unsharded += sum(map(byte_count, list_statistics(model.parameters())))
+    return root.gathered + root.gradients + max(peaks) + unsharded
 
 
 class UnitBytes(NamedTuple):
@@ -79,15 +79,19 @@ def _add_largest(units: Iterable[UnitBytes]) -> int:
     return sum(sorted((unit.gathered for unit in units), reverse=True)[:2])
 
 
-def _measure(own: Sequence[Slot], dtype: Any, casts: Any, received: float | None) -> UnitBytes:
+def _measure(
+    own: Sequence[Slot], dtype: Any, autocast_dtype: Any, received: float | None
+) -> UnitBytes:
     gathered = gradients = buffer = 0
     flats: defaultdict[torch.dtype, list[Slot]] = defaultdict(list)  # the trained parameters
     for slot in own:
-        gathered += slot.numel * choose_dtype(slot, dtype, casts).itemsize
+        gathered += slot.numel * choose_dtype(slot, dtype, autocast_dtype).itemsize
         if slot.tensor.requires_grad:
             flats[slot.tensor.dtype].append(slot)
     for slots in flats.values():
-        computed = sum(slot.numel * choose_dtype(slot, dtype, casts).itemsize for slot in slots)
+        computed = sum(
+            slot.numel * choose_dtype(slot, dtype, autocast_dtype).itemsize for slot in slots
+        )
         stored = sum(byte_count(slot.tensor) for slot in slots)
         gradients += computed
         if received is None or computed >= stored:
@@ -117,15 +121,15 @@ class WholeParameters:
 
     - `place`: this rank, and the size of each rank's part.
     - `slots`: the parameters.
-    - `held`: ledger of the bytes in use.
+    - `ledger`: counts the bytes in use.
     """
 
     # A hook moves each weighted gradient to a buffer as soon as it is computed. The buffer is all-
     # reduced once per batch. Then gradients from before the batch are added.
 
-    def __init__(self, place: ShardRank, slots: Sequence[Slot], held: Any) -> None:
+    def __init__(self, place: ShardRank, slots: Sequence[Slot], ledger: Any) -> None:
         self.slots = list(slots)
-        self._place, self._held = place, held
+        self._place, self._ledger = place, ledger
         # buffers with this rank's gradients, until the all-reduce
         self._sums: dict[torch.dtype, torch.Tensor] = {}
         self._views: dict[Slot, torch.Tensor] = {}  # each parameter's view of the buffer
@@ -139,7 +143,7 @@ class WholeParameters:
             slot.piece = slot.whole = tensor
             slot.tensor = None
         self.parameters = [slot.piece for slot in self.slots]
-        held.add("whole", sum(map(byte_count, self.parameters)))
+        ledger.add("whole", sum(map(byte_count, self.parameters)))
         if not place.single_rank:
             with torch.no_grad(), own_collectives():
                 spread(self.parameters)
@@ -165,7 +169,7 @@ class WholeParameters:
 
     def _take(self, slot: Slot, weight: float) -> None:
         gradient, slot.piece.grad = slot.piece.grad, None
-        slot.fired = True
+        slot.has_fired = True
         if not self._views:
             self._open()
         if weight:  # 0 times an infinite gradient would be NaN
@@ -177,7 +181,7 @@ class WholeParameters:
             slots = [slot for slot in self.slots if slot.piece.dtype == dtype]
             sizes = [slot.numel for slot in slots]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=self._place.device)
-            self._held.add("gathered", byte_count(flat))
+            self._ledger.add("gathered", byte_count(flat))
             self._sums[dtype] = flat
             for slot, part in zip(slots, flat.split(sizes), strict=True):
                 self._views[slot] = part.view(slot.shape)
@@ -188,7 +192,7 @@ class WholeParameters:
         # early
         self.waits = True
         for slot in self.slots:
-            if slot.fired:
+            if slot.has_fired:
                 slot.piece.grad = self._views[slot].detach()
                 slot.kept = slot.piece.grad._version
 
@@ -216,27 +220,27 @@ class WholeParameters:
                 slot.piece.grad = before.add_(self._views[slot]) if is_used else before
             else:
                 slot.piece.grad = self._views[slot] if is_used else None
-            slot.fired = False
+            slot.has_fired = False
         size = 0 if self._counted else sum(map(byte_count, self._sums.values()))
         self._close()
-        self._held.add("whole", size)  # the gradients, which stay allocated
+        self._ledger.add("whole", size)  # the gradients, which stay allocated
         self._counted = True
 
     def forget(self) -> None:
         """Discard all gradients."""
         for slot in self.slots:
-            slot.fired = False
+            slot.has_fired = False
             slot.piece.grad = None
         self._close()
 
     def _close(self) -> None:
         size = sum(map(byte_count, self._sums.values()))
-        self._held.add("gathered", -size)
+        self._ledger.add("gathered", -size)
         self._sums, self._views, self._earlier, self.waits = {}, {}, None, False
 
     def check_kept(self) -> None:
         """Raise a RequestError if the user's loop cleared gradients before their all-reduce."""
-        if self.waits and not all(slot.is_kept() for slot in self.slots if slot.fired):
+        if self.waits and not all(slot.is_kept() for slot in self.slots if slot.has_fired):
             raise RequestError(
                 "Gradients were cleared between the passes, or the batches, of a sum.",
                 "Call zero_grad() after the optimizer's step alone.",
