@@ -98,8 +98,8 @@ class Check(msgspec.Struct, frozen=True):
 def check_machine() -> tuple[Check, ...]:
     """Check the Python installation, drivers, frameworks and folders of this machine.
 
-    Imports each framework in a subprocess, which takes seconds. A check that fails is a result too;
-    nothing is raised.
+    Imports each framework in a subprocess, which takes seconds. Problems are returned as checks;
+    no exception is raised for them.
     """
     drivers = [_check_driver(backend) for backend in all_backends() if backend.maker]
     return (
@@ -182,7 +182,7 @@ def _describe_set_link(
     may be faster, or may work where the selected one fails.
 
     - `name`: the name of the check.
-    - `summary`: the measured speeds as text; the text of the check begins with it.
+    - `summary`: a description of the measured speeds, which the result begins with.
     - `others`: measurements over all transports other than the default one.
     """
     variables = write_variables(switches_of(selected))
@@ -270,7 +270,8 @@ def _check_framework(name: str, gpus: int) -> Check:
 def _compare_gpus(name: str, version: str, visible: int, gpus: int) -> Check:
     """Report a framework's version, with a note if it sees fewer GPUs than the driver lists.
 
-    `visible` is the number of GPUs that the framework sees, and `gpus` is the driver's.
+    `visible` is the number of GPUs that the framework sees, and `gpus` is the number that the
+    driver lists.
     """
     found = f"{version}, sees {visible} of {gpus} GPUs"
     if visible < gpus:

@@ -138,7 +138,7 @@ class Family(ABC):
 
 
 def write_rows(layout: Layout) -> str:
-    """Return the shares of a layout as text, such as "640 + 384".
+    """Format the shares of a layout, such as "640 + 384".
 
     With many devices, only the global batch is written.
     """

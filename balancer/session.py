@@ -41,7 +41,7 @@ FIRST_SECONDS = {
 
 
 class Session(EventThread):
-    """A search that runs in its own thread, from an open run to its plan.
+    """A search that runs in its own thread; it begins with an open run and ends with a plan.
 
     Iterate over `events()`. The last event is Finished; without a plan, NoLayoutError is raised
     instead. If the journal can't be written any more, the search ends early, and UnwrittenError is
@@ -170,7 +170,7 @@ class Session(EventThread):
                 alarm.cancel()
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Emit an event about a probe's progress; time spent in pauses is subtracted."""
+        """Emit an event about a probe's progress, with a time that doesn't include pauses."""
         at_seconds = progress.at_seconds - self._paused_seconds
         progress = msgspec.structs.replace(progress, at_seconds=at_seconds)
         self._running[progress.probe] = progress
@@ -353,7 +353,7 @@ class Session(EventThread):
 def latest_end(budget_seconds: float | None) -> float:
     """Return the latest time at which a probe may end, in seconds since the search began.
 
-    This is a grace period after the end of the budget. Returns inf without a budget.
+    This is the end of the budget plus a grace period. Returns inf without a budget.
     """
     return (
         math.inf

@@ -143,7 +143,7 @@ def chosen_layout(state: SessionState) -> Layout | None:
 
 
 def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
-    """Return the smallest micro-batch, in rows, with which a device ran out of memory alone.
+    """Return the smallest micro-batch, in rows, that ran out of memory on a device on its own.
 
     Returns None if that hasn't happened.
     """
@@ -272,9 +272,8 @@ def plan_rivals(
 ) -> tuple[RatedLayout, ...]:
     """Return the layouts to compare a plan with: equal shares, one device, a larger batch.
 
-    The last row is the sum of the devices' throughputs when each trains alone. With
-    `at_plan_batch`, these are measured at the plan's global batch where possible, else at each
-    device's best batch.
+    The last row is the sum of the devices' throughputs when each trains alone, at its best batch.
+    With `at_plan_batch`, the plan's global batch is used instead where it was measured.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for evidence in plan.evidence:

@@ -353,7 +353,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def throughput(self) -> Interval:
-        """Samples/s with an interval whose relative width is that of the step time's interval."""
+        """Samples/s with an interval that has the same relative width as that of the step time."""
         value = self.samples_per_second
         half = value * (self.high_seconds - self.low_seconds) / 2 / self.step_seconds
         return Interval(value, max(0.0, value - half), value + half)

@@ -274,9 +274,10 @@ class ShortBudget(msgspec.Struct, frozen=True):
 
 
 class RanOut(msgspec.Struct, frozen=True):
-    """Steps over several devices, each of which ran out of memory, so that the plan has none.
+    """Attempts to train on several devices, all of which ran out of memory.
 
-    `batches` has each device's rows of the layouts that were tried, in their order.
+    The plan therefore doesn't use several devices. `batches` has each device's rows in each layout
+    that was tried, in the order in which they were tried.
     """
 
     kind: Literal["shards", "split"]  # shards: each device held a part of the model's state

@@ -144,9 +144,10 @@ class Workload(ABC):
         return None
 
     def read_phases(self) -> PhaseSeconds:
-        """Return how long steps waited for input, and the optimizer ran, since the previous call.
+        """Return how long steps waited for input, and how long the optimizer ran.
 
-        It is only called when the devices have finished all steps.
+        Both cover the time since the previous call. It is only called when the devices have
+        finished all steps.
         """
         return PhaseSeconds()
 
@@ -161,7 +162,7 @@ class Workload(ABC):
     def measure_link(self) -> LinkSpeed | None:
         """Measure the speed of an all-reduce between the ranks.
 
-        All ranks have to call this at the same time. None without a group, or if it isn't
+        All ranks have to call this at the same time. Returns None without a group, or if it isn't
         supported.
         """
         return None
@@ -256,7 +257,8 @@ class MemoryMeter:
     def read(self) -> tuple[int | None, ...]:
         """Return the peak memory of each device, in bytes.
 
-        None if several devices share the process, or if the kernel doesn't report it.
+        The values are None if several devices share the process, or if the kernel doesn't report
+        them.
         """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:

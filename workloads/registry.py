@@ -162,9 +162,9 @@ def default_name(framework: str, on_cpu: bool) -> str:
 def find(name: str, framework: str = "") -> Entry:
     """Return the workload with this name.
 
-    It is a built-in one, or the user's own function, named as `train.py:build`. The user's file is
-    parsed, but not run. Raises `RequestError` if there is no such workload, or if it belongs to
-    another framework.
+    It is a built-in one, or the user's own function, with a name such as `train.py:build`. The
+    user's file is parsed, but not run. Raises `RequestError` if there is no such workload, or if it
+    belongs to another framework.
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(

@@ -71,7 +71,7 @@ class UserModule(NamedTuple):
 
 
 def entry(name: str, framework: str) -> Entry:
-    """Return a registry entry for the user's function, which is named as `train.py:build`.
+    """Return a registry entry for the user's function, which has a name such as `train.py:build`.
 
     It may also be in a module, as in `package.module:build`. The file is parsed, but not run.
     Raises `RequestError` if the name is malformed or the function doesn't exist, and
@@ -145,7 +145,8 @@ def package_of(name: str) -> str:
 def find_library_imports(script: Path) -> tuple[str, ...]:
     """Return what a script imports at its top level from libraries that can be imported early.
 
-    Empty if the script may set environment variables, because libraries read them on import.
+    Returns nothing if the script may set environment variables, because libraries read them when
+    they are imported.
     """
     tree = ast.parse(script.read_text())
     if _may_set_variables(tree):
@@ -364,8 +365,8 @@ _BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
 def find_models(folder: Path) -> tuple[str, ...]:
     """Return functions that may build a model, in the Python files of a folder.
 
-    They are named as `train.py:build`. Likely names come first, then recently changed files. No
-    file is run. Files that import no framework, or that can't be parsed, are left out.
+    They have names such as `train.py:build`. Likely names come first, then recently changed files.
+    No file is run. Files that import no framework, or that can't be parsed, are left out.
     """
     with suppress(OSError):
         files = [path for path in folder.glob("*.py") if _is_small_file(path)]

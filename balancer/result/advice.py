@@ -87,7 +87,7 @@ def find_single(verdict: Verdict) -> Rival | None:
 
 
 def is_equal(rival: Rival) -> bool:
-    """Return whether a layout ties with the plan, at measured speeds that differ by at most 3 %."""
+    """Return whether a layout ties with the plan, at a measured speed within 3 % of the plan's."""
     gap = rival.difference
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 

@@ -118,7 +118,7 @@ def _fails_everywhere(observations: Sequence[Observation]) -> bool:
 
 
 def _locate_workload(workload: str, why: str) -> str:
-    """Return text that points to the user's function or class that builds the model.
+    """Return words that point to the user's function or class that builds the model.
 
     Returns "" if `why` already names a line of that file, or if the file can't be read.
     """
@@ -166,7 +166,7 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 
 
 def _find_full_in_shards(record: JournalContents) -> list[OutOfMemory]:
-    """Return the steps in shards over several devices that ran out of memory."""
+    """Return the probes in which the model was sharded over several devices and memory ran out."""
     return [
         one
         for one in record.observations

@@ -215,7 +215,7 @@ def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> 
 def _has_equal_shares(layout: Layout) -> bool:
     """Return whether all devices have equal shares, without gradient accumulation.
 
-    This is plain data parallelism, as frameworks have it by default.
+    This is plain data parallelism, the default of frameworks.
     """
     if not layout.traits.together or layout.traits.sharded:
         return False
@@ -334,7 +334,7 @@ def compare_alone(chosen: Result, result: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return every layout that the plan is compared with, under distinct names."""
+    """Return every layout that the plan is compared with, each with a distinct name."""
     # the single device with which the plan is compared comes first
     chosen = report.chosen
     known = {rival.layout for rival in rivals} | {chosen.layout}
@@ -740,7 +740,7 @@ def find_unmeasured(
 
 
 def _name_missing(candidate: Candidate, labels: Sequence[str]) -> str:
-    """Return the name of a layout that wasn't measured, or only before the final comparison."""
+    """Return the name of a layout that was never measured, or only before the final comparison."""
     layout, devices = candidate.layout, len(labels)
     if layout.traits.alone and devices > 1 and not layout.knobs:
         return f"{labels[layout.active[0]]} alone at {layout.global_batch} samples"
@@ -789,7 +789,7 @@ def find_short_budget(
 def _find_ran_out(
     report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device], end: SearchEnd
 ) -> Iterator[RanOut]:
-    """Yield the steps over several devices, in shards or not, if all ran out of memory.
+    """Yield the attempts to train on several devices, in shards or not, if all ran out of memory.
 
     Yields nothing if the plan trains on several devices.
     """

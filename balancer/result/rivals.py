@@ -42,7 +42,10 @@ def name_layout(
 
 
 def name_all(candidates: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """Return a different name for each layout in a list that is sorted best first."""
+    """Return a name for each layout; all names are different.
+
+    The layouts must be sorted, best first.
+    """
     names: list[str] = []
     for candidate in candidates:
         name = name_layout(candidate, devices)
@@ -196,7 +199,7 @@ def _reverse_gap(against: Interval) -> RateGap:
 def find_own_family(layout: Layout) -> Family:
     """Return the family of a layout.
 
-    Unlike in `family_of`, equal shares over several devices are a family of their own.
+    Unlike `family_of`, this distinguishes equal shares over several devices from unequal ones.
     """
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
@@ -210,7 +213,7 @@ def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) 
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the fastest layout that is faster than the plan at a larger global batch, or None."""
+    """Return the fastest layout that beats the plan with a larger global batch, or None."""
     if not chosen.layout.traits.by_shares:
         return None
     faster = [rival for rival in rivals if rival.candidate.synchronous and rival.gain < 0]

@@ -276,7 +276,7 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 def _can_be_stated(rival: Rival) -> bool:
     """Return whether the text can say how a layout compares with the plan.
 
-    This includes the statement that its speed is too uncertain to compare.
+    It can also say that the layout's speed is too uncertain to compare.
     """
     return rival.gain is not None or not rival.rate.known
 
@@ -589,7 +589,7 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _pick_named(rivals: Sequence[Rival]) -> list[Rival]:
-    """Return the first of these layouts, and those that have a line of their own in the result."""
+    """Return the first few layouts, and the others that have a line of their own in the result."""
     listed = [one for one in rivals[MOST_NAMED:] if one.kind in ("equal_shares", "one_device")]
     return [*rivals[:MOST_NAMED], *listed]
 
@@ -787,7 +787,7 @@ def _describe_short_budget(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_ran_out(verdict: Verdict) -> Iterator[str]:
-    """Yield sentences about steps over several devices that all ran out of memory."""
+    """Yield sentences about layouts over several devices if all of them ran out of memory."""
     for one in verdict.ran_out:
         tried = [_write_rows(batch) for batch in one.batches]
         samples = join_words(tried) if len(tried) <= MOST_TRIES else f"{tried[0]} to {tried[-1]}"
@@ -871,7 +871,7 @@ def _write_range(middle: str, low: str, high: str) -> str:
 
 
 def _describe_short_epoch(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence about an epoch of few steps, unless the user chose the batch."""
+    """Yield a sentence if an epoch has only a few steps, unless the user chose the batch."""
     few = verdict.short_epoch
     if few is None or verdict.batch_given:
         return

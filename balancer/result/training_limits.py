@@ -210,7 +210,7 @@ class _Measured:
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Scale a time that a slower, more detailed probe measured to the layout's step time."""
+        """Convert a time from a slower, more detailed probe to the layout's step-time scale."""
         assert self.closer is not None
         return seconds * self.step_s / self.closer.step_seconds
 

@@ -261,7 +261,7 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return how many times as long as a quick step the mean step computes; at least 1.
+    """Return the mean compute time of a step as a multiple of the quick-step time; at least 1.
 
     Other programs slow quick steps least, so this shows how much they slowed the run.
     """

@@ -195,7 +195,7 @@ def try_lock(descriptor: int) -> int | None:
 
 
 def find_holder(descriptor: int) -> int:
-    """Return the id of the process that has locked an open file, or 0."""
+    """Return the id of the process that has locked an open file, or 0 if none is found."""
     status = os.fstat(descriptor)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError, ValueError, IndexError), LOCKS.open("rb") as stream:

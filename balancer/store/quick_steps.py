@@ -47,7 +47,7 @@ ALIKE_WINDOWS = 4
 
 
 class QuickWindow(NamedTuple):
-    """Two times of a window of training steps: a quick step's, and that of a fixed matrix product.
+    """Timings of one window of training steps: a quick step, and a fixed matrix product.
 
     The product was timed between the steps, to measure the speed of the CPU core. Both times are in
     seconds.

@@ -21,7 +21,7 @@ from .workload import KerasRecipe, KerasWorkload, SampleBatch
 
 
 def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
-    """Make a workload from the user's function, which is named as `train.py:build`."""
+    """Make a workload from the user's function, which has a name such as `train.py:build`."""
     return KerasWorkload(setup, partial(load_recipe, name, settings))
 
 

@@ -42,7 +42,7 @@ MOST_ROWS = 1 << 16
 class KerasData(NamedTuple):
     """Training data of a Keras workload.
 
-    `batches` returns endless batches for a `Split` and a batch size.
+    `batches` is a function that takes a `Split` and a batch size, and returns endless batches.
     """
 
     batches: Callable[[Split, int], Any]
@@ -374,7 +374,7 @@ def largest_rows(model: Any) -> int | None:
 
 
 def check_rows(model: Any, rows: int) -> None:
-    """Raise `TooManyElementsError` if a batch with this many rows has too large a tensor."""
+    """Raise `TooManyElementsError` if a batch of this many rows would have too large a tensor."""
     most = largest_rows(model)
     if most is not None and rows > most:
         raise TooManyElementsError(

@@ -55,7 +55,7 @@ class EndlessSampler(UnevenBatchSampler):
 
 
 class Lengths:
-    """The lengths of all rows in tokens, which can be looked up by size.
+    """The lengths of all rows in tokens; rows can be looked up by their length.
 
     Raises `RequestError` unless there is a valid length for each row.
     """
@@ -92,7 +92,7 @@ class Lengths:
         return below.repeat(-(-rows // stop))[:rows]
 
     def count(self, rows: torch.Tensor) -> Work:
-        """Return the tokens in one pass of these rows, with and without padding."""
+        """Return how many tokens one pass of these rows has, with and without padding."""
         own = self.tokens[rows]
         longest = int(own.max())
         padded = len(rows) * longest

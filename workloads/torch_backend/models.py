@@ -182,13 +182,13 @@ class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Return the tokens of a text, one more than its length."""
+        """Return the tokens of a text; there is one more than its length says."""
         # Each token except the first is predicted from the previous tokens.
         return self._tokens[row : row + self.lengths[row] + 1]
 
 
 def pad_texts(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Collate texts to padded inputs and targets; targets are the inputs shifted by one token."""
+    """Collate texts into padded inputs and targets; targets are the inputs shifted by one token."""
     inputs = pad_sequence([row[:-1] for row in rows], batch_first=True, padding_value=PADDING)
     return inputs, pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
 

@@ -46,7 +46,7 @@ class PhaseClock:
         self._added[phase] += seconds
 
     def read(self) -> dict[Phase, float]:
-        """Return the seconds of each phase since the previous call.
+        """Return how many seconds each phase took since the previous call.
 
         The device must have finished the steps.
         """

@@ -1,4 +1,4 @@
-"""Build a user's model once, and copy it to several probe processes by fork.
+"""Build a user's model once, and copy it to several probe processes by forking.
 
 It is built on a single thread, because a forked process has none of its parent's other threads and
 would wait for them forever.
@@ -47,7 +47,7 @@ class BuiltRecipe:
     def finish(self, setup: WorkerSetup) -> TorchWorkload:
         """Return the workload for this process.
 
-        The random state is restored to that after the build.
+        The random state is reset to what it was after the build.
         """
         torch.set_num_threads(self._threads)
         return TorchWorkload(setup, self._take)

@@ -49,7 +49,8 @@ class Tiles:
     ) -> Tiles:
         """Apply a convolution or pooling to each tile.
 
-        `stride` is its stride. `border` is the number of pixels that it needs of neighboring tiles.
+        `stride` is its stride. `border` is the number of pixels that it needs from neighboring
+        tiles.
         """
         rows, columns = ([cut // stride for cut in cuts] for cuts in (self.rows, self.columns))
 

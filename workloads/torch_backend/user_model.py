@@ -46,7 +46,7 @@ _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
 
 
 def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
-    """Make a workload from the user's function, which is named as `train.py:build`."""
+    """Make a workload from the user's function, which has a name such as `train.py:build`."""
     return TorchWorkload(setup, partial(load_recipe, name, settings))
 
 
@@ -163,10 +163,10 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
 
 
 def find_recipe(name: str, result: Any) -> Recipe | None:
-    """Make the recipe of a transformers Trainer or of (LightningModule, data).
+    """Make a recipe from a transformers Trainer or from (LightningModule, data).
 
-    None if the result is neither. Raises `RequestError` for a LightningModule without data or with
-    manual optimization.
+    Returns None if the result is neither. Raises `RequestError` for a LightningModule without data
+    or with manual optimization.
     """
     if _is_a(result, "transformers.", "Trainer"):
         return _from_trainer(result)
@@ -184,7 +184,7 @@ def find_recipe(name: str, result: Any) -> Recipe | None:
 
 
 class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Module whose output is the loss of a batch, computed as by the user's trainer."""
+    """Module whose output is the loss of a batch, computed as the user's trainer computes it."""
 
     def __init__(self, module: Any, compute: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def _from_lightning(name: str, module: Any, data: Any) -> Recipe:
 
 
 def _read_data(data: Any) -> Data:
-    """Return the training data of a data set, or of a `DataLoader` with its options."""
+    """Convert a data set, or a `DataLoader` with its options, to training data."""
     if isinstance(data, DataLoader):
         return _to_data(data.dataset, data.collate_fn, data.num_workers, data.pin_memory)
     return _to_data(data, default_collate)

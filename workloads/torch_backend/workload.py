@@ -351,7 +351,10 @@ class TorchWorkload(Workload, StepListener):
             self._phases.add("input", time.perf_counter() - started)
 
     def read_phases(self) -> PhaseSeconds:
-        """Return how long steps waited for input, and the optimizer ran, since the last call."""
+        """Return how long steps waited for input, and how long the optimizer ran.
+
+        Both cover the time since the previous call.
+        """
         seconds = self._phases.read()
         return PhaseSeconds(seconds["input"], seconds["update"])
 
