@@ -207,9 +207,13 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 
 
 class GradientSums:
-    """Return how many tokens this rank has in a batch, without and with padding.
+    """Adds up the random sums of gradients over several passes.
 
-    The batch begins at row `first` of the epoch's order.
+    Arguments:
+
+    - `tensors`: trained tensors by name.
+    - `signs`: the random signs.
+    - `at_once`: whether all gradients fit in memory at the same time.
     """
 
     # Without `at_once`, each gradient is summed and freed as soon as it is computed. The host waits

@@ -514,7 +514,7 @@ class LengthSampler(UnevenBatchSampler):
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return this rank's numbers of tokens in a batch, without and with padding.
+        """Return how many tokens this rank has in a batch, without and with padding.
 
         The batch begins at row `first` of the epoch's order.
         """
