@@ -162,7 +162,7 @@ def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
 
 
 class SoloFamily(Family):
-    """One device alone."""
+    """Layouts with a single device."""
 
     name = kind = "solo"
     in_balance = True
@@ -264,7 +264,7 @@ class SplitFamily(Family):
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Describe a layout in words, such as "826 + 571 on GPU:0 + GPU:1".
 
-        If rows are assigned by their computing time instead of their number, the text has each
+        If rows are assigned by their computing time instead of their number, the result has each
         device's fraction of that time.
         """
         where = write_devices(layout, labels)

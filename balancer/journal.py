@@ -161,7 +161,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """The entry with which the search last ended: with a plan, or with an error.
+        """The entry that says how the search last ended: with a plan, or with an error.
 
         It is None if the search was killed before its end, or was resumed and hasn't ended since.
         """

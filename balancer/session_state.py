@@ -432,7 +432,7 @@ class ChartedCurve(NamedTuple):
 
     @property
     def largest_tested(self) -> int:
-        """Largest batch that was measured on the device alone, 0 if none was."""
+        """Largest batch that was measured on this device on its own; 0 if none was."""
         return max((batch for batch, _ in self.measured), default=0)
 
 
@@ -457,7 +457,7 @@ def curves(state: SessionState) -> tuple[ChartedCurve, ...]:
 
 
 def _measured_alone(state: SessionState, device: int) -> tuple[tuple[int, float], ...]:
-    """Return (batch, samples/s) of each measurement of a device alone."""
+    """Return (batch, samples/s) for each measurement in which the device trained alone."""
     alone = [
         each
         for each in timed(state)

@@ -29,7 +29,7 @@ BACKENDS = {
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """Settings of a process that trains a workload, alone or as a rank of a group."""
+    """Settings of a process that trains a workload, either on its own or as a rank of a group."""
 
     # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
     devices: tuple[str, ...]

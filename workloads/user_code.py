@@ -181,7 +181,8 @@ def _list_reads(node: ast.AST) -> list[ast.expr]:
 class UserFunction(NamedTuple):
     """The user's function with its arguments.
 
-    `takes_model` is True if one of the arguments is a model made by the user's `load_model`.
+    `takes_model` is True if one of the arguments is the model that the user's `load_model`
+    returned.
     """
 
     module: ModuleType

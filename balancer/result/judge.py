@@ -409,8 +409,9 @@ def _describe_rival(
 ) -> Rival:
     """Return the verdict's entry for a layout that the plan is compared with.
 
-    `alone` are all measurements of single devices. If the layout uses a single device, and that
-    device was faster in another of these measurements, the entry says so.
+    `name` is the layout's name, and `labels` are the names of all devices. `alone` has all
+    measurements of single devices. If the layout uses a single device, and that device was faster
+    in another of these measurements, the entry says so.
     """
     layout, gain = compared.layout, compared.gain_of(report.chosen) if compared.compared else None
     kind: RivalKind = find_kind(compared.candidate.family, layout)

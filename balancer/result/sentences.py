@@ -250,7 +250,7 @@ def find_best_split(verdict: Verdict) -> Rival | None:
 
 
 def find_alone(verdict: Verdict) -> Rival | None:
-    """Return the single device that the text compares the plan with, or None.
+    """Return the single device that the sentences compare the plan with, or None.
 
     It is the first single device among the verdict's rivals, other than the plan's own.
     """

@@ -1,6 +1,6 @@
 """Find which devices can hold a model's parameters, gradients and optimizer state.
 
-A device may hold them alone, in shards, or only for the adapters that are trained.
+A device may hold all of these, a shard of them, or only what is needed to train adapters.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _lock_kernel_file(locks: ExitStack, device: Device, path: Path) -> None:
 
 
 def kernel_files(device: Device) -> list[Path]:
-    """Return the files in sysfs by which a device is locked: one per core, or one for a GPU."""
+    """Return the files in sysfs that are locked for a device: one per core, or one for a GPU."""
     if device.on_cpu:
         return [SYS / f"devices/system/cpu/cpu{core}/topology/core_id" for core in device.cores]
     address = find_backend(device.kind).bus_address(device)

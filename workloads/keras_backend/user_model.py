@@ -1,7 +1,7 @@
 """Workloads made from the user's own function that returns a compiled Keras model.
 
 Rows come from a function `training_data()` or `sample_batch(n)` in the same module. If it has
-neither, random rows are made from the model's input shapes.
+neither, random rows are generated from the model's input shapes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workloa
 def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
     """Call the user's function and return its model and data.
 
-    If there is no `sample_batch`, random batches are made from the model's input shapes. Raises
-    `RequestError` if the result isn't a compiled Keras model, or if the module has a function
-    `lengths`.
+    If there is no `sample_batch`, random batches are generated from the model's input shapes.
+    Raises `RequestError` if the result isn't a compiled Keras model, or if the module has a
+    function `lengths`.
     """
     own = user_code.load(name, settings)
     model = own.result

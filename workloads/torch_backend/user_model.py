@@ -4,7 +4,7 @@ def build():
     module = Net()
     return module, torch.optim.Adam(module.parameters()), torch.nn.CrossEntropyLoss(), training_data()
 
-def training_data():                  # the fourth value that `build` returns, or a function beside it
+def training_data():                  # the fourth value that `build` returns, or a function next to it
     return dataset                    # as passed to `split.loader`; or (dataset, {"num_workers": 4})
 
 def sample_batch(n):                  # instead, if there is no data set

@@ -50,7 +50,7 @@ _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """A module with its optimizer, loss and data, from which a workload is made.
+    """What a workload is created from: a module with its optimizer, loss and data.
 
     The module is on the CPU at first. The workload moves it to its device.
     """
