@@ -82,9 +82,9 @@ def choose_devices(
 
 
 def pick_device(devices: Sequence[Device], pick: str) -> Device:
-    """Return the device with this index, UUID or beginning of a UUID.
+    """Return the device with the index, UUID or beginning of a UUID that `pick` gives.
 
-    Raises RequestError if there is no such device, or if several UUIDs begin like this.
+    Raises RequestError if there is no such device, or if several UUIDs begin with `pick`.
     """
     found = _matching(devices, pick)
     if len(found) == 1:
@@ -133,7 +133,7 @@ def _matching(devices: Sequence[Device], pick: str) -> list[Device]:
 
 
 class Vitals(msgspec.Struct, frozen=True):
-    """A device's throttling, clock, memory, processes and energy at some time.
+    """A device's throttling, clock, memory, processes and energy at one moment.
 
     A field is None if the device doesn't report it. The `..._seconds` fields are totals since the
     driver was loaded or the reader was created, so only their differences are meaningful.
@@ -174,7 +174,7 @@ class VitalsReader(Protocol):
 
 
 class VitalsWatch:
-    """Reads a device's vitals in background threads, so that a hanging driver blocks no caller.
+    """Reads a device's vitals in background threads, so that a hanging driver can't block callers.
 
     Until the driver has answered for the first time, vitals are empty, and its failures aren't
     reported.
@@ -201,9 +201,9 @@ class VitalsWatch:
         return True
 
     def answer(self, until: float = 0.0) -> Vitals:
-        """Return the latest vitals. If a reading is running, wait for it, but not after `until`.
+        """Return the latest vitals, after waiting for a reading that is in progress.
 
-        `until` is in seconds of the monotonic clock.
+        The wait ends at `until` at the latest, which is in seconds of the monotonic clock.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
@@ -211,12 +211,12 @@ class VitalsWatch:
 
     @property
     def pending(self) -> bool:
-        """True if a reading is running."""
+        """True if a reading is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def silent_seconds(self) -> float:
-        """How long the running reading has taken so far, in seconds, or 0 if none is running."""
+        """How long the current reading has taken, in seconds, or 0 if none is in progress."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -322,8 +322,8 @@ class Backend(Protocol):
     def has_started_driver(self, files: Collection[str]) -> bool:
         """Return True if this process has started the driver to compute, and so can't be forked.
 
-        `files` are the names of all files that the process has open. By default, it has started the
-        driver if any of the driver's files is open.
+        `files` are the names of all files that the process has open. This default implementation
+        returns True if any of them belongs to the driver.
         """
         return any(name.startswith(self.driver_files) for name in files)
 
@@ -398,5 +398,5 @@ class Backend(Protocol):
         return ""
 
     def daemon_runs(self) -> bool:
-        """Return True if a daemon runs that lets processes share a device, as NVIDIA's MPS does."""
+        """Return True if a daemon is running that lets processes share a device, such as MPS."""
         return False

@@ -281,8 +281,8 @@ class Machine(msgspec.Struct, frozen=True):
     ) -> float:
         """Return how long a device takes to compute its share, in seconds.
 
-        Its compute limit is included. If `busy_together` is True, so is the slow-down by other
-        devices that work at the same time.
+        Its compute limit is included. If `busy_together` is True, other devices work at the same
+        time, and the resulting slow-down is included, too.
         """
         device = self.devices[position]
         percent = self.limit(position).percent
@@ -292,9 +292,10 @@ class Machine(msgspec.Struct, frozen=True):
     def pack_seconds(
         self, position: int, share: int, processes: int, busy_together: bool = False
     ) -> float:
-        """Return the step time, in seconds, if several training processes share a device.
+        """Return the step time in seconds when several training processes share a device.
 
-        Each process computes `share` rows.
+        Each process computes `share` rows. If `busy_together` is True, other devices work at the
+        same time, which slows this one down.
         """
         return (
             processes
@@ -344,13 +345,16 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, used - min(freed, activations))
 
     def usable_memory_bytes(self, position: int) -> int:
-        """Return how many bytes training may use on a device: its memory, or its limit if lower."""
+        """Return how many bytes training may use on a device.
+
+        This is the device's memory, or its limit if that is lower.
+        """
         own = round(self.devices[position].memory_mib * MIB)
         capped = self.limit(position).memory_bytes
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """Return how many bytes of the usable memory other processes occupy at this time."""
+        """Return how many bytes of a device's usable memory other processes occupy at this time."""
         taken = sum(
             event.memory_taken_mib
             for event in self.events

@@ -31,7 +31,7 @@ def loopback_interface() -> dict[str, str]:
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
     """Return environment variables that make Gloo and NCCL use the interface to other hosts.
 
-    `host` is this machine's name among `hosts`. Variables that are already set are left out. The
+    `host` is this machine's name in `hosts`. Variables that are already set are left out. The
     result is empty if there are no other hosts, or no route to them.
     """
     others = [other for other in hosts if other != host]
@@ -42,7 +42,10 @@ def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
 
 
 def find_interface(host: str) -> str:
-    """Return the name of the network interface that leads to a host, or "" without a route."""
+    """Return the network interface that leads to a host, by its name.
+
+    Returns "" if there is no route.
+    """
     own = find_source_address(host)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
     for name, addresses in interfaces.items():
@@ -52,7 +55,7 @@ def find_interface(host: str) -> str:
 
 
 def find_source_address(host: str) -> str:
-    """Return the local address from which packets to a host are sent, or "" without a route.
+    """Return the local address from which packets to a host are sent, or "" if there is no route.
 
     No packet is sent.
     """
@@ -81,8 +84,8 @@ def find_own_address(host: str, hosts: Iterable[str]) -> str:
 class Listener:
     """Accepts connections, to test whether other hosts can connect to this one.
 
-    It listens at a free port and, unless it is taken, at 29400, PyTorch's port for rendezvous.
-    Raises `OSError` if the address can't be used.
+    It listens at a free port. It also listens at port 29400, PyTorch's port for rendezvous, unless
+    that is taken. Raises `OSError` if the address can't be used.
     """
 
     def __init__(self, address: str) -> None:
@@ -104,9 +107,9 @@ class Listener:
 
 
 def find_unreachable(endpoints: Sequence[Endpoint]) -> list[tuple[Endpoint, str]]:
-    """Try to connect to all endpoints at the same time, and return those that failed.
+    """Try to connect to all endpoints at the same time, and return those that can't be reached.
 
-    Each comes with its error. The timeout is 3 seconds.
+    Each failed endpoint comes with its error. The timeout is 3 seconds.
     """
     with ThreadPoolExecutor(32) as pool:
         faults = list(pool.map(_try_connecting, endpoints))

@@ -42,7 +42,7 @@ class HostMeter:
     def read(self) -> HostSample:
         """Measure the CPU load since the last call, and the memory in use.
 
-        The first call takes 30 ms, to have an interval to measure.
+        The first call has no earlier call to compare with, so it measures the load for 30 ms.
         """
         percents = psutil.cpu_percent(None if self.by_cpu else FIRST_WAIT_SECONDS, percpu=True)
         if len(percents) != len(self._cpus):
@@ -138,7 +138,7 @@ def _look_up(process: psutil.Process) -> ProcessReading:
 
 
 def clean_text(text: str) -> str:
-    """Return a text of at most 4096 characters, with spaces in place of unprintable ones."""
+    """Return up to 4096 characters of the text, with spaces in place of unprintable characters."""
     return "".join(sign if sign.isprintable() else " " for sign in text[:LONGEST_COMMAND]).strip()
 
 
@@ -149,8 +149,8 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil computes it from clock ticks
 def send_signal(row: ProcessSample, name: str) -> None:
     """Send the signal INT, TERM or KILL to the process in a row of the process table.
 
-    Raises `RequestError`, without sending it, if the process is on another host, has ended, belongs
-    to another user, or if its pid was reused.
+    Raises `RequestError`, without sending the signal, if the process is on another host, has ended
+    or belongs to another user, or if its pid now belongs to another process.
     """
     if row.host:
         raise RequestError(

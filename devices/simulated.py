@@ -94,7 +94,10 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 
 
 def _check_positions(file: MachineFile, source: str) -> None:
-    """Raise `RequestError` if two placements have the same name, or a device doesn't exist."""
+    """Raise `RequestError` if two placements have the same name, or if there are too few devices.
+
+    The machine has to have each device of an event, and as many devices as each placement uses.
+    """
     devices = len(file.device)
     for i, placement in enumerate(file.placement):
         where = f"{source}: placement {i}"
@@ -225,7 +228,7 @@ FULL_LINK_BYTES = 9e9
 
 
 class SimulatedLoad(msgspec.Struct, frozen=True):
-    """The load of a simulated device at some time, or its mean over an interval."""
+    """The load of a simulated device at one moment, or its mean over an interval."""
 
     samples_per_second: float
     busy: float  # fraction of time in which the device computes
@@ -235,7 +238,7 @@ class SimulatedLoad(msgspec.Struct, frozen=True):
 
 
 class _LoadMeter:
-    """Averages a device's load from one reading to the next."""
+    """Averages a simulated device's load over the time between two readings."""
 
     def __init__(self, load: SimulatedLoad, now: float) -> None:
         self._load = load
@@ -248,7 +251,7 @@ class _LoadMeter:
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """Return the device's load since the last reading: its means, and the peak memory."""
+        """Return the device's mean load since the last reading, with the peak of its memory use."""
         self._note(now)
         past = self._past
         self._past = []
@@ -363,7 +366,7 @@ class SimulatedSource:
     def _sample_device(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
         """Compute the readings of one device, and update its temperature and energy.
 
-        `together` is True if several devices have work, and so exchange gradients.
+        `together` is True if several devices have work, and therefore exchange gradients.
         """
         device = self._devices[position]
         state = self._states[position]

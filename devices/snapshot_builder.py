@@ -63,10 +63,10 @@ class SnapshotBuilder:
         driver: str = "",
         host: HostSample | None = None,
     ) -> Snapshot:
-        """Return the snapshot that was begun, from the samples of its devices.
+        """Return the snapshot that was started by `begin`, from the samples of its devices.
 
-        `uses` maps device ids to the processes that the driver reports. Without `host`, the host's
-        load is measured here.
+        `uses` maps device ids to the processes that the driver reports. If `host` is None, the
+        host's load is measured here.
         """
         devices, processes = self.complete(samples, uses or {})
         self._book.forget_others(process.pid for process in processes)
@@ -226,10 +226,11 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """Return the sum of rates as a reading. Each rate comes with its report's seconds overdue.
+    """Return the sum of training rates as a reading.
 
-    Rates that are more than 5 seconds overdue are ignored. If all of them are, their sum is
-    returned as a stale reading. Without rates, the reading is unsupported.
+    `parts` contains pairs: a rate, and how many seconds overdue its report is. Rates that are more
+    than 5 seconds overdue are ignored. If all are, their sum is returned as a stale reading. If
+    `parts` is empty, the reading is unsupported.
     """
     if not parts:
         return Reading(State.UNSUPPORTED)
@@ -273,7 +274,7 @@ def _with_local_ids(
 def _number_devices(
     indices: Sequence[int], process_devices: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Return which devices the indices in a process's report refer to.
+    """Return a dict that maps indices in a process's report to devices.
 
     If the driver sees the process on as many devices as there are indices, they are matched in
     ascending order. Otherwise, the indices are assumed to be those of the driver.

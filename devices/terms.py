@@ -23,9 +23,10 @@
             | NUMBER UNIT                   a part of its memory: B KiB MiB GiB TiB (powers of 1024)
                                             or KB MB GB TB
 
-So `cpu:0,1@60%` slows slice 1 alone, `cpu@60%` every slice, `gpu:0,gpu:1@60%+8GiB` limits the
-second GPU, and `ray:a/gpu:0,2,ray:b` is two GPUs of host a and all of host b. All devices of a
-request are of one kind: GPUs, CPU slices and simulated devices can't train one step together.
+For example, `cpu:0,1@60%` limits only slice 1, and `cpu@60%` limits every slice.
+`gpu:0,gpu:1@60%+8GiB` limits only the second GPU. `ray:a/gpu:0,2,ray:b` requests two GPUs of host a
+and all GPUs of host b. All devices of a request must be of one kind: GPUs, CPU slices and simulated
+devices can't train together.
 """
 
 from __future__ import annotations

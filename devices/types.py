@@ -222,7 +222,7 @@ class HostSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Readings of all devices and processes, and of the host, at some time."""
+    """Readings of all devices and processes, and of the host, at one moment."""
 
     at_seconds: float  # Unix time
     interval_seconds: float  # since the previous tick

@@ -44,7 +44,7 @@ def as_request_error(
 ) -> Iterator[None]:
     """A context manager that turns an OSError or ValueError into an error of class `kind`.
 
-    `what` says in the message what failed, and the system's reason follows it.
+    The message consists of `what`, which says what failed, and the reason from the system.
     """
     try:
         yield

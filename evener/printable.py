@@ -10,7 +10,7 @@ CONTROLS = ("Cc", "Cf", "Zl", "Zp")  # Unicode's control, format and separator c
 
 
 def printable(text: str) -> str:
-    """Return a text with spaces in place of control characters.
+    """Return the text with spaces in place of control characters.
 
     Characters that UTF-8 can't encode become "?".
     """
@@ -27,7 +27,7 @@ def _replace(sign: str) -> str:
 
 
 def plain(text: str, limit: int = 500) -> str:
-    """Return a text without control characters, cut off with "…" after `limit` characters."""
+    """Return the text without control characters, cut off with "…" after `limit` characters."""
     clean = printable(text)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 

@@ -1,6 +1,6 @@
 """Ray actors that run evener's functions and keep its objects on the hosts of a cluster.
 
-An actor also reserves the GPUs of its host. An `Agent` is this process's handle of an actor.
+An actor also reserves the GPUs of its host. An `Agent` is this process's handle to an actor.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _end_with_parent() -> None:
 
 
 class Agent:
-    """This process's handle of evener's actor on one host. It can restart the actor if it dies.
+    """This process's handle to evener's actor on one host. It can restart the actor if it dies.
 
     If `reserves` is True, the actor reserves the free GPUs of its node in Ray.
     """
@@ -115,7 +115,7 @@ class Agent:
         self._group: Any = None  # the placement group that holds the reserved CPUs
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of a method of the actor, and return Ray's reference to the result."""
+        """Start calling a method of the actor, and return Ray's reference to the result."""
         return getattr(self._actor, method).remote(*arguments)
 
     def finish(
@@ -156,7 +156,7 @@ class Agent:
         return cast(T, self.finish(self.begin("call", function, *arguments)))
 
     def keep(self, factory: Callable[..., Any], *arguments: Any) -> RemoteObject:
-        """Create an object on the host by calling `factory`, and return a handle of it.
+        """Create an object on the host by calling `factory`, and return a handle to it.
 
         Closing the handle closes the object.
         """
@@ -175,7 +175,7 @@ class Agent:
             self.finish(self.begin("drop", name), CLOSE_SECONDS)
 
     def restart(self, generation: int) -> bool:
-        """Start a new actor after a failure, and create the objects that it kept again.
+        """Start a new actor after a failure, and create again the objects that the old one kept.
 
         `generation` is what `self.generation` was when the failed call began. If it has changed,
         another thread has already restarted the actor, and nothing is done. Returns False if the
@@ -209,7 +209,7 @@ class Agent:
     def hold_cpus(self, count: float) -> float:
         """Reserve logical CPUs of the node in Ray, and return how many couldn't be reserved.
 
-        No more than the node's CPUs in Ray are reserved, even if `count` is larger.
+        If `count` is larger than the node's number of CPUs in Ray, only that number is requested.
         """
         count = min(count, self.node.cpus)
         free = self.node.free_cpus + self._held_cpus
@@ -240,7 +240,7 @@ class Agent:
 
 
 class RemoteObject:
-    """A handle of an object that a host's actor keeps."""
+    """A handle to an object that a host's actor keeps."""
 
     def __init__(self, agent: Agent, name: str) -> None:
         self._agent = agent
@@ -248,7 +248,7 @@ class RemoteObject:
 
     @property
     def generation(self) -> int:
-        """How often the host's actor has been restarted."""
+        """How many times the host's actor has been restarted."""
         return self._agent.generation
 
     def restart(self, generation: int) -> bool:
@@ -259,7 +259,7 @@ class RemoteObject:
         return self._agent.restart(generation)
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of a method of the object, and return Ray's reference to the result."""
+        """Start calling a method of the object, and return Ray's reference to the result."""
         return self._agent.begin("ask", self._name, method, *arguments)
 
     def finish(self, call: Any, seconds: float) -> Any:
@@ -380,7 +380,10 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _explain_failure(error: Exception) -> str:
-    """Return how an actor has failed, in words that follow the name of its host in a sentence."""
+    """Return a phrase such as "has left the cluster" that says how an actor failed.
+
+    It completes a sentence that begins with the host's name.
+    """
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"

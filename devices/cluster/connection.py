@@ -150,10 +150,11 @@ def _explain(address: str, error: Exception) -> DeviceError:
 
 
 def _check_listener(address: str) -> None:
-    """Check that a Ray cluster listens at an address, because Ray itself would retry for long.
+    """Check that a Ray cluster listens at an address.
 
-    Raises `RequestError` if the address is malformed, and `DeviceError` if nothing listens there or
-    the answer isn't HTTP/2, which gRPC uses.
+    Ray itself would keep retrying for a long time. Raises `RequestError` if the address is
+    malformed, and `DeviceError` if nothing listens there or the answer isn't HTTP/2, which gRPC
+    uses.
     """
     host, colon, port = address.rpartition(":")
     if (

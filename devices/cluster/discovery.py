@@ -144,10 +144,11 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, usable: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return all accelerators of this host, the usable ones, and variables that show only those.
+    """Return all accelerators of this host, the usable ones, and environment variables.
 
-    `kind` may be "auto", for the first kind that is found on this host. `usable` lists Ray's names
-    of the usable devices, or is None if all are usable.
+    The variables make only the usable devices visible. `kind` may be "auto", for the first kind
+    that is found on this host. `usable` lists Ray's names of the usable devices, or is None if all
+    are usable.
     """
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
@@ -161,7 +162,8 @@ def _list_accelerators(
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
     """Combine the devices that were found on the hosts. Hosts without usable devices are left out.
 
-    Raises `DeviceError` if there are no devices, or if a host that the request names lacks one.
+    Raises `DeviceError` if there are no devices, or if a host that the request names lacks a
+    requested device.
     """
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
@@ -195,7 +197,7 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """Return the messages of all hosts, each with the names of the hosts that have it."""
+    """Return each message once, after the names of all hosts that reported it."""
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
         for note in discovery.notes:
@@ -283,7 +285,7 @@ def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
 
 
 def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
-    """Return the cluster's nodes for the hosts of a plan, by the host's name in the plan.
+    """Return the cluster's node for each host of a plan, keyed by the host's name in the plan.
 
     Raises `PlanError` if the plan is for a single machine, and `RequestError` if a host isn't in
     the cluster.

@@ -75,7 +75,7 @@ class NvmlVitals:
 class NvidiaGpus(Backend):
     """The backend of NVIDIA GPUs and MIG instances, which are requested as `gpu` or `gpu:N`.
 
-    NVIDIA's MPS enforces limits of compute.
+    Compute limits are enforced by NVIDIA's MPS.
     """
 
     kind = "gpu"
@@ -152,8 +152,8 @@ class NvidiaGpus(Backend):
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
         """Return the environment of a process that trains on these GPUs.
 
-        A limit of compute becomes the percentage of active threads in MPS. Raises `DeviceError` if
-        there is a limit, but no MPS daemon runs, and `ValueError` if the GPUs have different
+        A compute limit becomes the percentage of active threads in MPS. Raises `DeviceError` if
+        there is a limit but no MPS daemon is running, and `ValueError` if the GPUs have different
         limits.
         """
         grown = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
@@ -217,7 +217,7 @@ class NvidiaGpus(Backend):
         return "PCIe, no P2P"
 
     def daemon_runs(self) -> bool:
-        """Return True if an MPS daemon runs, according to the pid file in its pipe directory."""
+        """Return True if an MPS daemon is running, judging by the pid file in its directory."""
         folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_FOLDER)
         with suppress(OSError, ValueError, OverflowError):
             pid = int((folder / f"{MPS_PROGRAM}.pid").read_text().strip("\0 \n"))

@@ -1,6 +1,6 @@
 """A program that checks whether the first visible GPU works, by writing and reading its memory.
 
-It exits with 0 if so. Only the CUDA driver is called, so no framework has to be loaded.
+It exits with 0 if the GPU works. Only the CUDA driver is called, so no framework has to be loaded.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ class GpuReader:
     def _used_joules(self, now: float, counter: Reading) -> float | None:
         """Return the energy that the GPU has used so far in joules, or None if it is unknown.
 
-        It is that of the GPU's energy counter. For a GPU without one, it is computed from power
-        readings.
+        `counter` is the reading of the GPU's energy counter. For a GPU without a counter, the
+        energy is computed from power readings.
         """
         if counter.state is not State.UNSUPPORTED:
             return None if counter.current is None else counter.current / 1000
@@ -251,8 +251,8 @@ class GpuReader:
     ) -> tuple[float | None, float | None]:
         """Return how long the GPU was throttled by heat or a power brake, and by its power cap.
 
-        Both are totals in seconds with an arbitrary start, so only differences are meaningful. They
-        are None if they are unknown.
+        Both are totals in seconds that count from an arbitrary start, so only differences are
+        meaningful. Both are None if they are unknown.
         """
         # the driver counts nanoseconds since a fixed time
         counts = {
@@ -270,8 +270,8 @@ class GpuReader:
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
         """Estimate how long a GPU without counters was throttled, from its throttle reasons.
 
-        Returns the times for heat or a power brake, and for the power cap, as totals in seconds
-        since the reader was created. They are None if they are unknown.
+        Returns two times, in seconds since the reader was created: throttling by heat or a power
+        brake, and throttling by the power cap. Both are None if they are unknown.
         """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
@@ -397,9 +397,10 @@ class GpuReader:
     def _estimate_throttling(
         self, rate: Reading, reasons: tuple[str, ...] | None
     ) -> tuple[Reading, tuple[str, ...]]:
-        """Estimate in percent how long a GPU without counters was throttled.
+        """Return the percentage of time for which the GPU was throttled, and the reasons.
 
-        It is estimated from two readings of the throttle reasons.
+        `rate` is the percentage from the GPU's counters. For a GPU without counters, it is
+        estimated from two readings of the throttle reasons.
         """
         # a chip with counters isn't estimated, even if they have no value yet
         if rate.state is not State.UNSUPPORTED or reasons is None:
@@ -454,8 +455,8 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read
 class GpuProcesses:
     """Lists the processes on a GPU, with their use of memory and multiprocessors.
 
-    Use of multiprocessors is counted from `since` on, in microseconds of the driver's clock. NVML
-    can't report it for MIG instances.
+    Only use of multiprocessors after `since`, in microseconds of the driver's clock, is counted.
+    NVML can't report it for MIG instances.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:
@@ -498,7 +499,11 @@ class GpuProcesses:
         return self._seen
 
     def _list(self, kind: str, call: Callable[[Handle], Sequence[Any]]) -> None:
-        """Update the memory use of each process. If the call fails, the old values are kept."""
+        """Update the memory use of all compute or graphics processes on the GPU.
+
+        `kind` is "compute" or "graphics", and `call` returns these processes. If it fails, the old
+        values are kept.
+        """
         try:
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in call(self._handle)}
         except self._nvml.NVMLError as error:
@@ -507,7 +512,7 @@ class GpuProcesses:
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
         """Return how much each process uses the multiprocessors, in percent.
 
-        The second value is the reading for all other processes.
+        The second value applies to all processes that aren't in the dict.
         """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(

@@ -83,7 +83,7 @@ class Schedule:
         return now >= self._due
 
     def kept(self, now: float) -> Reading:
-        """Return the last reading, with the age that it has now."""
+        """Return the last reading, with its current age."""
         return self._last if now <= self._at else self._last.aged(now - self._at)
 
     def record(self, now: float, code: int, number: float) -> Reading:
@@ -231,7 +231,7 @@ class Counter:
 
 
 def first_value(*readings: Reading) -> Reading:
-    """Return the first reading that has a value, if a metric has several sources.
+    """Return the first reading that has a value, for a metric that can be read in several ways.
 
     If none has a value, the first one that is supported is returned, or else `UNSUPPORTED`.
     """
@@ -259,7 +259,7 @@ LARGEST = 1e12  # larger values are invalid
 
 
 class Activity(Batch):
-    """The metrics of GPU performance monitoring (GPM), such as use of multiprocessors, and traffic.
+    """The metrics of GPU performance monitoring (GPM), such as multiprocessor use and traffic.
 
     Each reading is a mean over the time between two samples. For a MIG instance, `instance` is its
     id, and `handle` belongs to its GPU.

@@ -65,7 +65,7 @@ FIRST_WITH_BFLOAT16 = 8  # major compute capability
 
 
 class GpuHandle(NamedTuple):
-    """NVML's handle of a GPU or MIG instance, with the index of the device."""
+    """NVML's handle to a GPU or MIG instance, with the index of the device."""
 
     handle: Handle
     number: int
@@ -216,7 +216,7 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 
 
 def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
-    """Return whether the GPU has hardware for bfloat16, or None if that is unknown."""
+    """Return whether the GPU has hardware support for bfloat16, or None if that is unknown."""
     with suppress(nvml.NVMLError):
         major, _ = nvml.nvmlDeviceGetCudaComputeCapability(handle)
         # 8.0 (Ampere) or higher: CUDA C++ programming guide, arithmetic instructions

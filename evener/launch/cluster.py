@@ -51,8 +51,8 @@ def launch_on_cluster(
     """Run `command` on every host of a plan, and return the exit code.
 
     - `path`: the plan's file.
-    - `max_restarts`: how often the processes may restart after a host is lost. Its shares go to the
-      other hosts, unless Ray can start a new actor on the lost one.
+    - `max_restarts`: how many times the processes may restart after a host is lost. Its shares go
+      to the other hosts, unless Ray can start a new actor on the lost one.
     - `rendezvous`: HOST:PORT at which the hosts meet in the first start; None for a free port of
       the first host.
     - `address`: the Ray cluster's address.
@@ -115,7 +115,10 @@ def _restart_actors(agents: Sequence[Agent], lost_hosts: set[str]) -> set[str]:
 
 
 def _leave_out_hosts(plan: Plan, agents: Sequence[Agent]) -> Plan:
-    """Return the plan for the hosts of `agents` only. They also get the rows of the other hosts."""
+    """Return the plan for the hosts of `agents` only.
+
+    These hosts also get the rows of the hosts that are left out.
+    """
     left = {agent.host for agent in agents}
     others = [share for share in plan.layout.share if share.host not in left]
     return leave_out(plan, {(share.host, share.device) for share in others})
@@ -158,7 +161,7 @@ def _train_once(
 
 
 class RemoteLaunch:
-    """The `evener launch` of one host: prints its output here, and keeps its exit code.
+    """Represents `evener launch` on another host: prints its output here, and keeps its exit code.
 
     `code` is None while it runs. `lost` becomes True if the host no longer answers.
     """
@@ -252,8 +255,8 @@ class HostLaunch:
 
     - `plan`: the content of the plan file.
     - `plan_path`: the original path of the plan file.
-    - `script`: copies of the script and the files beside it; None for a module.
-    - `end_seconds`: how long the launch may take to stop, before it is killed.
+    - `script`: copies of the script and of the other files in its folder; None for a module.
+    - `end_seconds`: how long the launch may take to stop before it is killed.
     - `options`, `command`: arguments of `evener launch`.
     - `folder`: the working directory, if it exists on this host.
     """

@@ -265,7 +265,10 @@ def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
 
 
 def assign_devices(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device, ...], ...]:
-    """Return the devices of each process: all devices for one process, or one for each."""
+    """Return the devices of each process.
+
+    Either one process uses all devices, or there is one process for each device.
+    """
     return (tuple(devices),) if one_process else tuple((device,) for device in devices)
 
 

@@ -32,7 +32,7 @@ from .job import HostJob
 
 
 class GroupExit(msgspec.Struct, frozen=True):
-    """How the processes of a host have ended: after a signal, with failures, or with success."""
+    """How the processes of a host have ended: with success, with failures, or by a signal."""
 
     signal: int = 0  # the signal that the launcher received; 0: none
     # exit codes by rank, for ranks that failed by themselves; -N: killed by signal N
@@ -71,7 +71,7 @@ class GroupExit(msgspec.Struct, frozen=True):
 
 
 def _order(code: int) -> int:
-    """Return a sort key for exit codes, which puts the most likely cause of the others first."""
+    """Return a sort key for exit codes that puts the most likely original failure first."""
     # A killed process makes others abort or raise an error, and then the launcher sends SIGTERM to
     # the rest.
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
@@ -122,7 +122,7 @@ def named_output(
 
 
 class _LineNames:
-    """The prefix of the output lines of a process."""
+    """The prefix that is printed before each output line of a process."""
 
     def __init__(self, name: str, has_several: Callable[[], bool]) -> None:
         self._name = f"[{name}] ".encode()
@@ -130,9 +130,9 @@ class _LineNames:
         self._is_named = False
 
     def find(self) -> bytes:
-        """Return the prefix: the process's name, or b"" until `has_several` returns True.
+        """Return the prefix: the process's name, or b"" until `has_several` first returns True.
 
-        After that, it is always the name.
+        From then on, it is always the name.
         """
         self._is_named = self._is_named or self._has_several()
         return self._name if self._is_named else b""
@@ -241,14 +241,20 @@ def _find_address() -> str:
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Return the value of the variable through which the processes of a host find each other."""
+    """Return the value of an environment variable through which a host's processes find each other.
+
+    It contains `address` and the path of a new file in memory.
+    """
     # The value is `address`, a space and the path of a file. Without the file, PyTorch would use
     # `address`, a HOST:PORT.
     return f"{address} {make_memory_file()}"
 
 
 def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
-    """Return the variable TF_CONFIG for each process of this host, or [] if it isn't needed."""
+    """Return the environment variable TF_CONFIG for each process of this host.
+
+    Returns [] if the processes don't need it.
+    """
     # several processes of engine "multiworker" need it, in the plan's order
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":

@@ -42,7 +42,7 @@ LAUNCHER_MODULES = (
 
 
 class SavedShares(msgspec.Struct, frozen=True):
-    """What a program's saved shares are for: its command, model and global batch."""
+    """What saved shares belong to: a program's command, its model and its global batch."""
 
     command: str  # a digest of the program, its arguments and its devices
     origin: SharesOrigin
@@ -70,7 +70,10 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """A short name for messages: the program's or, if that is a launcher, its script's."""
+        """A short name to show in messages: the script's name if the program is a launcher.
+
+        Otherwise, it is the name of the program itself.
+        """
         started = _find_script(self.arguments) if self._is_launcher else ""
         return Path(started or self.identity).name
 
@@ -172,10 +175,10 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 def choose_plan(plan_path: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
     """Return the plan that a program starts with.
 
-    It is the plan at `plan_path`, if that is given. Otherwise, it has the shares that the last run
-    of the same command on the same devices saved, or equal shares. `devices` is the option
-    `--devices`. Raises RequestError if the plan is for several hosts or if a device has a limit,
-    and DeviceError if devices are simulated.
+    This is the plan at `plan_path` if a path is given. Otherwise, it is a plan with the shares that
+    the last run of the same command on the same devices saved, or with equal shares. `devices` is
+    the option `--devices`. Raises RequestError if the plan is for several hosts or if a device has
+    a limit, and DeviceError if devices are simulated.
     """
     if plan_path is not None:
         plan = load_plan(plan_path)

@@ -182,7 +182,7 @@ def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
 
 
 def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
-    """Return the share changes from the record that has most of them."""
+    """Return the share changes from the record that contains the most."""
     return max((record.changes for record in records), key=len)
 
 
@@ -306,7 +306,7 @@ def _describe_own_work(rank: RankSummary) -> str:
 
 
 def _describe_changes(summary: TrainingSummary) -> str:
-    """Describe the first shares, how often they changed, and the gain.
+    """Describe the first shares, how many times they changed, and the gain.
 
     Returns "" if the shares didn't change.
     """

@@ -236,7 +236,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return the fields of `/proc/PID/stat` from the process's state on.
+    """Return the fields of `/proc/PID/stat`, starting with the process's state.
 
     Returns [] if there is no such process.
     """
@@ -248,7 +248,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def clean(text: object) -> str:
-    """Return the first 200 characters of a text, with "?" in place of unprintable characters."""
+    """Return the text's first 200 characters, with "?" in place of unprintable ones."""
     return "".join(sign if sign.isprintable() else "?" for sign in str(text)[:LONGEST_TEXT])
 
 
@@ -274,8 +274,8 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 def _read_small(name: str, folder: int) -> bytes:
     """Read a small file of this user. `folder` is the descriptor of its folder.
 
-    Returns at most one byte more than the largest record may have. Returns b"" if the file isn't a
-    regular file, or if other users may access it.
+    A file that is too large is cut off one byte after the largest size of a record. Returns b"" if
+    the file isn't a regular file, or if other users may access it.
     """
     # a pipe is opened so that it doesn't block the reader
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

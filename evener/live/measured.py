@@ -10,7 +10,7 @@ from .files import LiveDevice, LiveRecord
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
     """Return the total times of a device's recent steps.
 
-    If a record has no totals, its median times are returned as a single step.
+    If a record has no totals, its median times are returned as if they were the totals of one step.
     """
     # Without medians either, the sums are empty. The record's sums are the whole process's, not
     # those of one of several devices.

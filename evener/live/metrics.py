@@ -15,7 +15,7 @@ PREFIX = "evener/"  # prefix of every name; trackers group metrics by it
 
 
 class _Cache:
-    """The last metrics, and until when they may be returned again."""
+    """The last metrics, and the time until which they can be reused."""
 
     # `metrics` may be called in every step, but files change only twice a second
 
@@ -63,7 +63,7 @@ def _find_local_ranks(own_record: LiveRecord) -> Sequence[LiveRecord]:
 
 
 def join_metrics(ranks: Sequence[LiveRecord]) -> dict[str, float]:
-    """Combine the records of the ranks of a training run into its metrics."""
+    """Return the metrics of a training run, computed from the records of its ranks."""
     ranks = sorted(ranks, key=lambda each: each.rank)
     found = _join_training(ranks)
     placed = list(chain.from_iterable(_number_devices(rank) for rank in ranks))
@@ -108,7 +108,6 @@ def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
 
 
 def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that aren't 0."""
     return {name: metric for name, metric in metrics.items() if metric}
 
 

@@ -108,7 +108,7 @@ NO_RATES = (0.0, 0.0, 0.0)
 
 
 class _Counts(NamedTuple):
-    """The number of samples and tokens that were processed until some time."""
+    """The number of samples and tokens that had been processed at one point in time."""
 
     at: float  # monotonic seconds
     samples: int
@@ -141,9 +141,9 @@ class _Cores:
             self._starved_s += seen.starved_s
 
     def read(self) -> tuple[float, float]:
-        """Return how much of the time threads waited for a CPU core, as a fraction.
+        """Return the fraction of time that threads spent waiting for a CPU core.
 
-        The first value is for the last seconds, and the second for the whole run.
+        The first value is for the last few seconds, and the second for the whole run.
         """
         self._update(CORE_SECONDS)
         wall_s = sum(each.wall_s for each in self._last)
@@ -160,8 +160,8 @@ class Reporter:
 
     - `details`: returns metrics of this rank and the times of its devices.
     - `journal`: the journal that each record is also added to, if any.
-    - `activity`: returns the current batch and what the process does. The record has them when no
-      step ends in time.
+    - `activity`: returns the current batch and what the process is doing. They are added to the
+      record when a step takes unusually long.
     - `sums`: returns the total times of all steps, for the journal.
     - `fast_step`: returns a low percentile of recent step times in seconds, for the journal.
     """
@@ -389,7 +389,7 @@ class Reporter:
     ) -> None:
         """Write the record to its file, to the journal, and to a copy for the launcher.
 
-        `rates` are None if they aren't known yet.
+        `rates` is None if no rates are known yet; then the record is written only to the journal.
         """
         # This also schedules the next write, and starts the thread that notices steps that hang.
         if rates is None and self._journal is None:
@@ -484,9 +484,10 @@ class Reporter:
     def _report_activity_if_late(
         self, activity: Callable[[], tuple[int, Doing]], ended: threading.Event
     ) -> None:
-        """While no step ends in time, write the current batch and activity into the record.
+        """Write the current batch and activity into the record when a step takes unusually long.
 
-        `activity` returns them. Runs in its own thread until `ended` is set.
+        `activity` returns the batch and the activity. This function runs in its own thread until
+        `ended` is set.
         """
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
@@ -644,6 +645,6 @@ def _close_all() -> None:
 
 @cache
 def _follow_process() -> None:
-    """Register, only once, what to do when this process forks or exits."""
+    """Register functions that run when this process forks or exits. They handle all reporters."""
     os.register_at_fork(after_in_child=_reset_all)
     atexit.register(_close_all)

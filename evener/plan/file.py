@@ -186,7 +186,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return apportion(batch, self.ratios)
 
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the rows per pass of each device, if it computes its share of a global batch.
+        """Return the rows per pass of each device when a global batch is divided by this plan.
 
         `global_batch` is the plan's by default. A device that takes one pass in the plan takes one
         pass for any share.

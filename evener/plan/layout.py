@@ -171,7 +171,10 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def by_cost(self) -> bool:
-        """True if ratios are fractions of a batch's cost, because its rows have unequal lengths."""
+        """True if ratios are fractions of a batch's cost rather than of its rows.
+
+        That is the case if the rows have unequal lengths.
+        """
         return any(share.cost is not None for share in self.active)
 
     @property
@@ -194,10 +197,11 @@ def make_layout(
     processes: int = 1,
     placement: str = "",
 ) -> PlanLayout:
-    """Return a layout in which the devices have these rows.
+    """Return a layout in which each device computes the given number of rows.
 
-    By default, each device takes one pass (`micros`), and `ratios` are the devices' fractions of
-    all rows.
+    - `batches`: rows per step of each device.
+    - `micros`: rows per pass of each device; by default, each device takes one pass.
+    - `ratios`: the devices' fractions of the batch; by default, in proportion to `batches`.
     """
     total = sum(batches)
     chosen = ratios or tuple(batch / total if total else 0.0 for batch in batches)
@@ -361,10 +365,7 @@ def is_curve(curve: Knots) -> bool:
 
 
 def cut_curve(curve: Curve, batch: int) -> Knots:
-    """Return the points of a curve up to `batch` rows, rounded to six digits.
-
-    They are written to a plan.
-    """
+    """Return the points of a curve up to `batch` rows, rounded to six digits, for a plan file."""
     bends = len(curve.batches) if curve.bent else 1
     knots = [
         (rows, time)

@@ -61,8 +61,8 @@ def solve_shares(
     - `curves`: for each device, its step time as a function of rows.
     - `pass_limits`: for each device, the maximum rows of a share that is computed in one pass; 0
       for no limit.
-    - `passes`: whether larger shares may be computed in several passes; or, for each device, the
-      rows of each of several passes.
+    - `passes`: True if larger shares may be computed in several passes, and False if not; or a list
+      that has, for each device, the rows per pass of such shares.
     - `quantum`: each share is a multiple of this number of rows.
     - `extras`: for each device, the seconds that each pass after the first adds.
     """
@@ -84,9 +84,9 @@ def solve_shares(
 
 
 def pass_rows(shares: Sequence[int], pass_limits: Sequence[int]) -> tuple[int, ...]:
-    """Return the rows per pass of each share, if a pass has at most `pass_limits` rows.
+    """Return the rows per pass of each share, given the maximum rows per pass.
 
-    A limit of 0 means that there is none.
+    In `pass_limits`, 0 means that there is no limit.
     """
     pairs = zip(shares, pass_limits, strict=True)
     return tuple(min(share, pass_limit) if pass_limit else share for share, pass_limit in pairs)
@@ -144,7 +144,7 @@ def leave_out(plan: Plan, removed: Collection[tuple[str, str]]) -> Plan:
 
 
 def _divide_batch(layout: PlanLayout, remaining: Sequence[Share], part: float) -> PlanLayout:
-    """Return a layout whose batch is divided among the remaining shares, `remaining`.
+    """Divide a layout's batch among the shares in `remaining`, and return the new layout.
 
     `part` is the fraction of the batch that these shares had before.
     """
@@ -190,7 +190,10 @@ def _divide_rows(
 
 
 def _largest_pass(share: Share) -> int:
-    """Return how many rows are known to fit in a pass of a share, or 0 if the plan has no limit."""
+    """Return how many rows are known to fit in a pass on a share's device.
+
+    Returns 0 if the plan has no limit for it.
+    """
     if share.most:
         return share.most
     return share.micro if share.micro < share.batch else 0
@@ -199,7 +202,10 @@ def _largest_pass(share: Share) -> int:
 def _solve_by_curves(
     layout: PlanLayout, remaining: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
-    """Return the fastest rows for the remaining shares by their curves, or None if none fit."""
+    """Return the fastest rows for the remaining shares, according to their curves.
+
+    Returns None if no shares fit.
+    """
     curves = read_curves(remaining)
     in_passes = any(share.micro < share.batch for share in layout.active)
     if not in_passes:

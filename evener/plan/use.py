@@ -50,9 +50,9 @@ def note_use() -> None:
 
 
 def is_used(path: str) -> bool:
-    """Return True if any process has read the plan, or if that isn't known.
+    """Return True if any process has read the plan, or if that can't be determined.
 
-    `path` is the file in which the processes record it.
+    `path` is the file in which processes record that they have read it.
     """
     try:
         with open(path, "rb") as stream:

@@ -66,7 +66,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def is_valid(self) -> bool:
-        """Return True if all coefficients are finite and at least 0, and any is above 0."""
+        """Return True unless a coefficient is negative or not finite, or all of them are 0."""
         # a plan may have been edited
         coefficients = (self.fixed_s, self.per_token_s, self.per_token_length_s)
         return all(
@@ -149,7 +149,8 @@ class Curve(msgspec.Struct, frozen=True):
     def breakpoints(self, ceiling: int) -> list[float]:
         """Return the step times, in seconds, at which the slope of the curve changes.
 
-        They are those of batches up to `ceiling` rows, and the last one is that of `ceiling` rows.
+        Only batches of up to `ceiling` rows are considered. The last item is the step time of
+        `ceiling` rows.
         """
         # the times at the points below `ceiling` rows, and at `ceiling` itself
         knots = zip(self.batches, self.times, strict=True)
@@ -167,7 +168,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class PassCurve(msgspec.Struct, frozen=True):
-    """A device's step time as a function of rows, if large shares take several passes.
+    """A device's step time as a function of rows, when large shares are computed in several passes.
 
     `extra` is the time in seconds that each pass after the first adds.
     """
@@ -180,7 +181,7 @@ class PassCurve(msgspec.Struct, frozen=True):
 
     @property
     def simple(self) -> bool:
-        """True if the curve for one pass is a line, perhaps after a level stretch."""
+        """True if the curve for one pass is a straight line, possibly after a flat start."""
         return self.curve.simple
 
     @property
@@ -189,7 +190,7 @@ class PassCurve(msgspec.Struct, frozen=True):
         return self.curve.error
 
     def passes(self, share: float) -> int:
-        """Return the number of passes in which a share is computed."""
+        """Return how many passes are needed to compute a share."""
         if share <= self.pass_limit:
             return 1
         many = math.ceil(share / self.rows)
@@ -207,8 +208,8 @@ class PassCurve(msgspec.Struct, frozen=True):
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
         """Return a large share that takes at most `seconds`, or 0 if none was found.
 
-        Usually, it is the largest. It is a multiple of `quantum` rows, and has at most `ceiling`
-        rows.
+        It is usually the largest possible share, but that isn't guaranteed. It is a multiple of
+        `quantum` rows, and has at most `ceiling` rows.
         """
         most = self.curve.largest(seconds, min(ceiling, self.pass_limit), quantum)
         if math.isinf(seconds):
@@ -231,7 +232,8 @@ class PassCurve(msgspec.Struct, frozen=True):
     def breakpoints(self, ceiling: int) -> list[float]:
         """Return the step times at which the slope of the curve changes or the curve jumps.
 
-        They are those of shares up to `ceiling` rows, in seconds and in ascending order.
+        Only shares of up to `ceiling` rows are considered. The times are in seconds and in
+        ascending order.
         """
         # at the points of the curve for one pass, at shares in full passes, and at `ceiling` rows
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
@@ -244,7 +246,7 @@ class PassCurve(msgspec.Struct, frozen=True):
 
 
 def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:
-    """Return how long a step takes in equal passes, in seconds.
+    """Return how long a step takes in seconds, if a share is computed in `passes` equal passes.
 
     Each pass after the first adds `extra` seconds.
     """

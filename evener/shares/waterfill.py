@@ -44,7 +44,7 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """The rows of each device, and the step time in seconds with the gradient exchange.
+    """The rows of each device, and the step time in seconds, which includes the gradient exchange.
 
     `shares` consists of pairs of a device's position and its rows.
     """
@@ -105,7 +105,7 @@ def _try_fewer(
     min_seconds: float,
     shares: dict[int, int],
 ) -> Allocation:
-    """Return the fastest allocation on at most as many devices as have `shares`.
+    """Return the fastest allocation that uses no more devices than `shares` does.
 
     - `costs[k]`: time in seconds of a gradient exchange among k devices.
     - `min_devices`: minimum number of devices.
@@ -283,10 +283,11 @@ def _split_among_count(
     min_seconds: float,
     min_active: int,
 ) -> tuple[float, dict[int, int]] | None:
-    """Return the finish time in seconds and the shares of a batch on at most `k` devices.
+    """Divide a batch among at most `k` devices so that they finish as early as possible.
 
-    The finish time is at least `min_seconds`, and at least `min_active` devices get rows. Shares
-    are by index in `devices`. Returns None if the devices' limits don't allow the batch.
+    The finish time is at least `min_seconds`, and at least `min_active` devices get rows. Returns
+    the finish time in seconds, and the rows by index in `devices`. Returns None if the batch
+    exceeds the devices' limits.
     """
     late = max(device.curve.seconds(device.limit) for device in devices)
     if _samples_by(devices, k, late, quantum, min_active) < batch:
@@ -315,7 +316,8 @@ def _divide_batch(
 ) -> dict[int, int]:
     """Return shares that add up to the batch and finish within an interval of time.
 
-    The interval is from `early_seconds` to `late_seconds`. Shares are by index in `devices`.
+    The interval is from `early_seconds` to `late_seconds`. The result maps indices in `devices` to
+    rows.
     """
     # Each device gets what it finishes by `early_seconds`, but at least one quantum. Then single
     # quanta are added, up to what the device finishes by `late_seconds`. Each of these quanta goes
@@ -448,7 +450,8 @@ def _find_crossings(
 ) -> list[_Crossing]:
     """Return, for each number of devices, the first interval of finish times that reaches `rate`.
 
-    `rate` is in samples/s. Numbers below `min_devices`, or that never reach it, are left out.
+    `rate` is in samples/s. Device counts below `min_devices`, and those that never reach the rate,
+    are left out.
     """
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):
@@ -464,9 +467,10 @@ def _find_crossings(
 def _earliest_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """Return the allocation with the earliest finish time in the interval that reaches `rate`.
+    """Return the allocation with the earliest finish time at which `rate` is reached.
 
-    `rate` is in samples/s. Returns None if no device finishes any rows by then.
+    `rate` is in samples/s. The finish time is in the interval of `crossing`. Returns None if no
+    device finishes any rows by then.
     """
     _, earliest, latest, k = crossing
     for _ in range(HALVINGS // 2):

@@ -11,7 +11,7 @@ from ..errors import RequestError
 
 
 def check_ratios(ratios: Sequence[float]) -> None:
-    """Raise RequestError unless all ratios are finite and at least 0, and any is above 0."""
+    """Raise RequestError if a ratio is negative or not finite, or if all of them are 0."""
     if not ratios:
         raise RequestError("The list of ratios is empty.", "Give one ratio for each device.")
     for ratio in ratios:
@@ -25,9 +25,10 @@ def check_ratios(ratios: Sequence[float]) -> None:
 
 
 def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = False) -> None:
-    """Raise RequestError if a rank has no rows, or if there is no rank `rank`.
+    """Check that each rank has rows, and that `rank` is one of the ranks.
 
-    With `without_rows`, ranks may have 0 rows, as long as not all do.
+    If `without_rows` is True, ranks may have 0 rows, as long as not all do. Raises RequestError if
+    the check fails.
     """
     least = 0 if without_rows and any(shares) else 1
     for share in shares:

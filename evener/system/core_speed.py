@@ -1,8 +1,9 @@
 """Time a fixed matrix product, to see how fast a CPU core computes at the moment.
 
 A core is slower while its clock is low, or while its other hardware thread is busy. A step may then
-take up to 1.7 times as long, for seconds, although no thread waits for a core. A loop in Python
-showed this less well, because a hardware thread that uses the core's vector units slows it less.
+take up to 1.7 times as long, for seconds, although no thread waits for a core. A matrix product
+shows this better than a loop in Python: a loop is slowed less when the other hardware thread uses
+the core's vector units.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 
 
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """Return how many bytes are left below the container's memory limit, or None without a limit.
+    """Return how many bytes are left below the container's memory limit, or None if there is none.
 
     Cached files that the kernel can drop count as free. If there are several limits, the smallest
     remainder is returned.
@@ -60,7 +60,7 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 
 
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the number of CPUs in the container's quota, such as 1.5, or None without a quota.
+    """Return the number of CPUs in the container's quota, such as 1.5, or None if it has none.
 
     If there are several quotas, the smallest is returned.
     """
@@ -88,9 +88,10 @@ _MEMORY_FILES = {
 def _least(
     controller: str, read: Callable[[Path, int], float], root: Path, membership: Path
 ) -> float | None:
-    """Return the smallest value for any cgroup of this process, or None if none has a limit.
+    """Return the smallest of the limits of this process's cgroups, or None if none has a limit.
 
-    `read` returns a cgroup's value, and raises ValueError or OSError if it has no limit.
+    `read` returns a cgroup's value from its folder and version. It raises ValueError or OSError if
+    the cgroup has no limit.
     """
     found: list[float] = []
     for folder, version in list_groups(controller, root, membership):

@@ -47,7 +47,7 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
 def caught_signals() -> Iterator[list[int]]:
     """A context manager that yields a list of the SIGINT, SIGTERM and SIGHUP signals received.
 
-    They don't end the process meanwhile.
+    Inside the context, these signals don't end the process.
     """
     caught: list[int] = []
     with handled_signals(caught.append):

@@ -40,7 +40,7 @@ class CoreTimes(NamedTuple):
 
 
 class Starvation(NamedTuple):
-    """How long a process waited for a CPU core in a period, in seconds."""
+    """How long a process waited for a CPU core during a period, in seconds."""
 
     wall_s: float = 0.0
     starved_s: float = 0.0  # at most wall_s
@@ -55,8 +55,8 @@ class Starvation(NamedTuple):
 class CoreWatch:
     """Measures how long the threads of a process wait for a CPU core.
 
-    By default, it is this process. `cores` is the number of cores that it may use, by default those
-    of its affinity.
+    If `pid` is None, it measures this process. `cores` is the number of cores that the process may
+    use, by default those of its affinity.
     """
 
     def __init__(self, pid: int | None = None, cores: int | None = None) -> None:
@@ -194,7 +194,7 @@ def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 class ProcessUse(NamedTuple):
-    """The CPU seconds that each process has used until some time."""
+    """The CPU seconds that each process had used at one point in time."""
 
     at_s: float
     seconds: Mapping[tuple[int, str], float]  # by pid and start time
@@ -225,12 +225,13 @@ def name_competitors(
     max_names: int = MOST_NAMED,
     training_pid: int = -1,
 ) -> str:
-    """Return text that names the programs that used most CPU time between two readings.
+    """Return a list of the programs that used the most CPU time between two readings, as text.
 
-    It also has the number of cores that each used. The process `root_pid`, its parent and its
-    descendants aren't named, except for workers of the process `training_pid`. The container's
-    quota and other virtual machines are named if they took much time. Returns "" if nothing took
-    much.
+    Each name is followed by the number of cores that the program used. The process `root_pid`, its
+    parent and its descendants aren't named, except for workers of the process `training_pid`. The
+    container's quota and other virtual machines are also named if they took a lot of time.
+    `throttled_s` is how long the quota stopped this container's processes, in seconds. Returns ""
+    if nothing took a lot of time.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:

@@ -9,7 +9,7 @@ _WRITTEN = b"wchar:"
 
 
 class ThreadWrites:
-    """Counts the bytes that the thread which creates this object writes."""
+    """Counts the bytes that a thread writes: the thread in which this object is created."""
 
     def __init__(self) -> None:
         self._descriptor = -1

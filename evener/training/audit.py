@@ -177,9 +177,9 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return how much one tensor's gradient differs between two computations.
+    """Compare one tensor's gradient in two computations, and return the difference.
 
-    `largest` is the norm of the reference's largest gradient, and `noises` the result of
+    `largest` is the norm of the reference's largest gradient. `noises` is the result of
     `find_noises`. Returns None if all gradients are 0.
     """
     sizes = reference.size(name), trained.size(name)
@@ -196,7 +196,7 @@ def _compare_tensor(
 
 
 def floor(dtype: str) -> float:
-    """Return the relative difference up to which gradients count as equal in any model.
+    """Return the relative difference below which gradients of a dtype always count as equal.
 
     `dtype` is the tensors' type, such as "float32".
     """
@@ -206,8 +206,8 @@ def floor(dtype: str) -> float:
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
     """Estimate how much rounding changes each tensor's gradient, as a fraction of its norm.
 
-    The estimate is the difference between the reference and its repeats. The result is empty
-    without repeats.
+    The estimate is the difference between the reference and its repeats. The result is empty if
+    there are no repeats.
     """
     # a tensor's difference, estimated from a few random sums, may be small by chance; so it is at
     # least the median over all tensors
@@ -287,10 +287,10 @@ class Action(Enum):
 class Audits:
     """Decides which steps are audited, and what to do if the gradient is wrong.
 
-    - In one of the first 64 steps, a difference ends training with an error.
-    - In a later step, it has to be confirmed by another audit, and then gives a warning. With
-      `strict`, it ends training, too.
-    - With `makes_even`, shares are made equal, instead of a warning or an error.
+    - If the gradient of one of the first 64 steps is wrong, training ends with an error.
+    - If that of a later step is wrong and another audit confirms it, a warning is given. With
+      `strict`, training ends with an error instead.
+    - With `makes_even`, shares are made equal instead of giving a warning or an error.
     """
 
     # after an error, a warning or making shares equal, there are no more audits
@@ -321,10 +321,10 @@ class Audits:
         return changed or again or self._confirms or is_audited(self.step)
 
     def add_signature(self, signature: Hashable) -> bool:
-        """Record how a step is computed, and return True if that is new.
+        """Record how a step is computed, and return True if no earlier step was computed like that.
 
-        A new signature is audited again three steps later. After 32 different signatures, new ones
-        are ignored.
+        Such a step is audited again three steps later. New signatures are ignored after the first
+        32, and once audits have ended.
         """
         # without this limit, a signature that changes in every step would cause an audit in every
         # step
@@ -440,9 +440,9 @@ CAUSES = {
 def find_cause(checks: Mapping[str, Callable[[], bool]]) -> str:
     """Return the name of the likeliest cause of a wrong gradient.
 
-    `checks` maps causes in CAUSES that may apply to functions. Such a function computes the
-    gradient again without the cause, and returns True if it is then correct. The first cause whose
-    function returns True is the result, or "rows" if none does.
+    The keys of `checks` are the causes in CAUSES that may apply. Each value is a function that
+    computes the gradient again without that cause, and returns True if the gradient is then
+    correct. The result is the first cause whose function returns True, or "rows" if none does.
     """
     for name in CAUSES:
         if name in checks and checks[name]():

@@ -1,8 +1,8 @@
-"""Start the first rank of a program alone, and the others once it creates a process group.
+"""Start only the first rank of a program, and the other ranks once it creates a process group.
 
 A script that uses one GPU thus runs only once, and a program that starts processes itself can use
-all devices. Environment variables show which launcher has started a process, because another
-launcher sets a different rank or run id than evener.
+all devices. Environment variables show which launcher started a process, because every launcher
+sets its own rank and run id.
 """
 
 from __future__ import annotations

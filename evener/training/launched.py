@@ -67,7 +67,11 @@ def launched_device() -> str:
 
 
 def rendezvous_file(address: str) -> str | None:
-    """Return the file that ranks use instead of a rendezvous at this address, or None."""
+    """Return the file through which ranks meet instead of connecting to `address`.
+
+    Returns None if evener's launcher hasn't created a file for this address, or if another launcher
+    started this process.
+    """
     # another launcher's rendezvous may have the same address
     named, _, path = os.environ.get(RENDEZVOUS, "").partition(" ")
     if is_in_other_run():
@@ -76,7 +80,7 @@ def rendezvous_file(address: str) -> str | None:
 
 
 def launched_run() -> str:
-    """Return the name of the run that the launcher started, or "" without a launcher."""
+    """Return the name of the run that the launcher started, or "" if there is no launcher."""
     return os.environ.get(RUN, "")
 
 

@@ -289,7 +289,7 @@ def least_gain(kind: LimitKind) -> float:
 
 
 class _RemainingTime(NamedTuple):
-    """The time of a step after a remedy, with its 95 % interval, in seconds."""
+    """How long a step would take once a remedy is applied, with its 95 % interval, in seconds."""
 
     seconds: float
     least_s: float

@@ -27,7 +27,7 @@ class MemoryPeaks:
 
     @property
     def sizes(self) -> int:
-        """The number of different pass sizes whose peak was measured."""
+        """The number of pass sizes whose peak memory was measured."""
         return len(self._peaks)
 
     def record(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
@@ -42,9 +42,9 @@ class MemoryPeaks:
             self._peaks[rows] = max(peak_bytes, self._peaks.get(rows, 0.0))
 
     def predict(self, rows: int) -> float:
-        """Return the predicted peak memory of a pass in bytes, or 0 if no peaks were measured.
+        """Return the predicted peak memory of a pass of `rows` rows, in bytes.
 
-        The pass has `rows` rows.
+        Returns 0 if no peaks were measured.
         """
         if not self._peaks:
             return 0.0

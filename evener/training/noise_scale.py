@@ -75,9 +75,9 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return how many rows training needs with batch size `other`, relative to `batch`.
+    """Return the factor by which the rows needed to reach a given loss change with the batch size.
 
-    These are the rows that training needs to reach the same loss.
+    The batch size changes from `batch` to `other` rows.
     """
     return (noise_scale + other) / (noise_scale + batch)
 

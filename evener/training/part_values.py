@@ -11,11 +11,12 @@ SUM = "sum"
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return the names of the sums and means of the parts' values that equal the batch's value.
+    """Find out whether a batch's value is the sum or a mean of the values of its parts.
 
-    `whole` is the value of the batch, and `parts` are those of its parts. `counts` contains the
-    parts' weights for different means, such as `{"rows": (3, 5)}`. The result lists the means that
-    equal `whole`, and "sum" if the sum does. `rounding` is the allowed relative difference.
+    `whole` is the value of the batch, and `parts` are the values of its parts. `counts` maps the
+    name of each possible mean to the parts' weights, such as `{"rows": (3, 5)}`. Returns the names
+    of the means that equal `whole`, and "sum" if the sum does. `rounding` is the allowed relative
+    difference.
     """
     # values count as equal if they differ by at most `rounding`, relative to the largest value
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]

@@ -51,18 +51,19 @@ def count_smaller_passes(rows: int, max_rows: int, min_rows: int = 1) -> int:
 
 
 def count_equal_passes(rows: Sequence[int], max_rows: Sequence[int]) -> int:
-    """Return the number of passes for all ranks, so that no rank's passes are larger than allowed.
+    """Return how many passes all ranks should take, so that no pass exceeds its rank's limit.
 
-    `rows` are the ranks' rows, and `max_rows` the ranks' limits per pass.
+    Every rank takes the same number of passes. `rows` are the ranks' rows, and `max_rows` the
+    ranks' limits per pass.
     """
     return max(1, *map(count_passes, rows, max_rows))
 
 
 def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float, ...]:
-    """Return the weight of each pass in the batch's mean loss, which is 1 if the batch has no rows.
+    """Return the weight of each pass in the batch's mean loss.
 
-    `sizes` are the rows of the passes. `total` is the number of rows in the batch, by default the
-    sum of `sizes`.
+    All weights are 1 if the batch has no rows. `sizes` are the rows of the passes. `total` is the
+    number of rows in the batch, by default the sum of `sizes`.
     """
     rows = sum(sizes) if total is None else total
     return tuple(own / rows if rows else 1.0 for own in sizes)
@@ -83,12 +84,12 @@ class Pass(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The index after the last row, counted from the first row of the plan's pass."""
+        """The index after this pass's last row, counted from the first row of the plan's pass."""
         return self.start + self.rows
 
     @property
     def part(self) -> float:
-        """The fraction of the rows of the plan's pass that this piece has."""
+        """The fraction of the planned pass's rows that this piece computes."""
         return self.rows / self.planned if self.planned else 1.0
 
 
@@ -250,9 +251,9 @@ class PassQueue:
     def retry(self, is_whole: bool = True) -> None:
         """Put the pass that `take` returned back into the queue, because it ran out of memory.
 
-        With `is_whole`, `complete` returns False until all rows of this pass are computed.
-        `is_whole` is False for a piece of a pass that failed earlier, whose rows then count
-        instead.
+        If `is_whole` is True, `complete` returns False until all rows of this pass are computed.
+        Set it to False for a piece of a pass that failed earlier: `complete` then returns False
+        until all rows of that earlier pass are computed.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

@@ -90,7 +90,10 @@ class Window(NamedTuple):
 
 
 class Room(NamedTuple):
-    """How many rows fit in a device's memory: in a single pass, and in each of several passes."""
+    """How many rows fit in a device's memory.
+
+    There are two limits: for a single pass, and for each pass if there are several.
+    """
 
     at_once: int  # maximum rows of a share that is computed in one pass
     in_several: int  # maximum rows of each of several passes; 0 if shares can't be divided
@@ -278,9 +281,10 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _find_room(self, rank: int, fits: int, passes_fit: int) -> Room:
-        """Return how many rows fit in a rank's memory, in a single pass and in each of several.
+        """Return how many rows fit in a rank's memory.
 
-        `fits` and `passes_fit` are as in `observe`.
+        The result has two limits: for a single pass, and for each pass if there are several. `fits`
+        and `passes_fit` are as in `observe`.
         """
         # The plan's number comes first, then a prediction from measured memory. Without either, the
         # initial share may grow by a fixed factor.
@@ -298,9 +302,10 @@ class Rebalancer:
         return Room(at_once, passes_fit if divides else 0)
 
     def _limit_room(self, room: Room, limit: int) -> Room:
-        """Lower how many rows fit in a pass, because larger passes ran out of memory.
+        """Return `room`, reduced to `limit` rows per pass because larger passes ran out of memory.
 
-        `limit` is the maximum rows of a pass; 0 if memory hasn't run out.
+        `room` is returned unchanged if it isn't larger, or if `limit` is 0, because memory hasn't
+        run out.
         """
         if not limit or limit >= room.at_once:
             return room
@@ -455,8 +460,9 @@ class Rebalancer:
     def _find_drifts(self, count: int) -> list[float]:
         """Return how much each rank's speed drifts over many windows, relative to the other ranks.
 
-        Only the first `count` windows with the current shares are used. If they are fewer than 16,
-        the result is the drifts that were measured with earlier shares, or [] if there are none.
+        The result is measured over the first `count` windows with the current shares. If there are
+        fewer than 16, the drifts measured with earlier shares are returned, or [] if there are
+        none.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
@@ -464,7 +470,11 @@ class Rebalancer:
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _estimate_largest_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """Estimate from the slopes of the curves how much any other shares can gain."""
+        """Estimate the largest gain in speed that any other shares could bring, as a fraction.
+
+        The estimate uses the slopes of the curves. `factors` are the ranks' measured compute times
+        divided by the predicted ones, and `rest_s` is the rest of a step in seconds.
+        """
         # The slopes are those at the current shares. `_find_faster_shares` checks this estimate
         # first, because solving for the shares takes far longer.
         own: list[float] = list(map(mul, factors, self._planned))
@@ -627,8 +637,8 @@ def _deviation(ratios: Sequence[float]) -> float:
 def _common_compute_time(own_work_s: Sequence[float], rates: Sequence[float]) -> float:
     """Return the compute time of all ranks after rows are moved to make it equal.
 
-    `own_work_s` are the ranks' compute times now in seconds, and `rates` the rows that each rank
-    computes per additional second.
+    `own_work_s` are the ranks' compute times now in seconds. `rates` says how many more rows each
+    rank computes if it gets one more second.
     """
     return math.fsum(map(mul, own_work_s, rates)) / math.fsum(rates)
 

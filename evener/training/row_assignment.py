@@ -63,7 +63,7 @@ class AssignmentSearch:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Return the seconds that each rank would need to compute the first `rows` rows alone.
+        """Return the seconds that each rank would need to compute the first `rows` rows by itself.
 
         `stops` are the row indices at which passes end.
         """
@@ -103,9 +103,10 @@ class AssignmentSearch:
                 yield self._cut_cheapest(price)
 
     def _cut_cheapest(self, price: float) -> list[int]:
-        """Return the end indices of the passes into which the batch can be cut at the lowest cost.
+        """Return the end indices of the passes when the batch is cut at the lowest cost.
 
-        `price` is a factor for the fixed time of a pass. A higher price gives fewer passes.
+        The cost includes the fixed time of each pass, multiplied by `price`. A higher price gives
+        fewer passes.
         """
         # Passes are runs of consecutive rows. The cost is the time that the fastest device would
         # take for all runs, with the fixed time of a pass multiplied by `price`. For a given start

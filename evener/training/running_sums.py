@@ -39,11 +39,12 @@ class RunningSums:
         return StepSums(int(self._now[0]), *self._now[1:])
 
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
-        """Add the times of one step, or of a part of one, in the order of StepSums' fields.
+        """Add the times of one step, or of a part of a step.
 
-        The first field, the number of steps, is 0 if the step hasn't ended. `seconds` is the sum of
-        the times. `own_s` is the duration for `take_fast_step`, by default `seconds`; give it if
-        the times were scaled up for steps that weren't timed.
+        `step` has them in the order of StepSums' fields. Its first item, the number of steps, is 0
+        if the step hasn't ended yet. `seconds` is the sum of the times. `own_s` is the duration
+        that `take_fast_step` uses, by default `seconds`; give it if the times were scaled up to
+        include steps that weren't timed.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
@@ -94,7 +95,6 @@ class RunningSums:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation of a sample."""
     # `statistics.stdev` is 20 times slower, because it computes with fractions.
     middle = sum(values) / len(values)
     return math.sqrt(sum((value - middle) ** 2 for value in values) / (len(values) - 1))

@@ -42,7 +42,8 @@ def main() -> None:
 def _count_restarts(folder: str) -> dict[str, str]:
     """Count the restarts of training on all hosts, and print a message after a restart.
 
-    Returns environment variables with the number, or {} if PyTorch's agent doesn't restart ranks.
+    Returns environment variables with the number of restarts, or {} if PyTorch's agent doesn't
+    restart ranks.
     """
     # The agent counts only restarts that processes of its own host caused. Therefore each start is
     # also recorded in a file in `folder`.

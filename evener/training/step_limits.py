@@ -208,9 +208,9 @@ class _Finder:
         )
 
     def _find_lead(self, rank: int) -> float:
-        """Return how many seconds longer in each step a rank is busy than the next busiest rank.
+        """Return how much longer than any other rank this rank is busy, in seconds per step.
 
-        The result is negative if another rank is busy longer.
+        The result is negative if another rank is busy for longer.
         """
         # Busy times show this better than measured waits, which may miss a long wait in a single
         # step, because waits are timed in only some of the steps. Files and validation are timed in
@@ -356,9 +356,9 @@ def _balanced_seconds(ranks: Sequence[MeasuredRank]) -> float:
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
-    """Return the time lost by unequal work, with the recommended shares as its remedy.
+    """Add the recommended shares as the remedy to `part`, the time lost to unequal work.
 
-    Without a recommendation, the part is returned unchanged.
+    If `advice` is None, the part is returned unchanged.
     """
     if advice is None:
         return part

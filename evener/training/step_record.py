@@ -116,18 +116,20 @@ class StepRecord:
 
     @property
     def first(self) -> ShareTimes | None:
-        """This rank's times with the first shares that had at least five undisturbed steps.
+        """This rank's times with the earliest shares that had at least five undisturbed steps.
 
-        If none had, these are the times with the current shares. None before any step.
+        If no shares were used for that long, these are the times with the current shares. None
+        before the first step.
         """
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
 
     @property
     def last(self) -> ShareTimes | None:
-        """This rank's times with the last shares that had at least five undisturbed steps.
+        """This rank's times with the latest shares that had at least five undisturbed steps.
 
-        If none had, these are the times with the current shares. None before any step.
+        If no shares were used for that long, these are the times with the current shares. None
+        before the first step.
         """
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
@@ -157,7 +159,7 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 
 
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
-    """Return the gain that the ranks' compute times predict, or None if one of them is unknown."""
+    """Return the gain predicted from the ranks' latest compute times, or None if one is unknown."""
     # The time of steps with the first shares is predicted from the newest compute times. These are
     # assumed to be proportional to the rows, and the rest of a step's time to be the same.
     now, then = [], []

@@ -49,20 +49,20 @@ class StepSums(msgspec.Struct, frozen=True):
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step in seconds, or 0 without steps."""
+        """Mean time of a step in seconds, or 0 if there are no steps."""
         return self.seconds / self.steps if self.steps else 0.0
 
     def mean(self, name: str) -> float:
-        """Return a field's mean per step in seconds, or 0 without steps."""
+        """Return a field's mean per step in seconds, or 0 if there are no steps."""
         return float(getattr(self, name)) / self.steps if self.steps else 0.0
 
     def plus(self, other: StepSums) -> StepSums:
-        """Return the sum of both totals."""
+        """Return these totals plus `other`."""
         mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
         return StepSums(*(one + more for one, more in zip(mine, others, strict=True)))
 
     def minus(self, earlier: StepSums) -> StepSums:
-        """Return the difference to earlier totals, with no field below 0."""
+        """Return the difference between these totals and earlier ones, with no field below 0."""
         mine, before = msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)
         return StepSums(*(max(0, one - less) for one, less in zip(mine, before, strict=True)))
 
