@@ -67,15 +67,15 @@ def to_ascii(text: str) -> str:
     for sign in ("± ", "±\u00a0", " ±"):  # two cells before and after
         text = text.replace(sign, "+-")
     text = text.translate(_SIMILAR)
-    return text if text.isascii() else "".join(map(_ascii_sign, text))
+    return text if text.isascii() else "".join(map(_ascii_character, text))
 
 
-def _ascii_sign(sign: str) -> str:
+def _ascii_character(character: str) -> str:
     """Return the base letter of an accented letter, or question marks for other characters."""
-    if sign.isascii():
-        return sign
-    letter = unicodedata.normalize("NFKD", sign)[0]
-    return letter if letter.isascii() else "?" * _sign_cells(sign)
+    if character.isascii():
+        return character
+    letter = unicodedata.normalize("NFKD", character)[0]
+    return letter if letter.isascii() else "?" * _character_cells(character)
 
 
 DeviceTone = Literal[
@@ -157,13 +157,13 @@ def cells(text: str) -> int:
 
 @lru_cache(maxsize=1024)
 def _count_cells(text: str) -> int:
-    return sum(_sign_cells(sign) for sign in text)
+    return sum(_character_cells(sign) for sign in text)
 
 
-def _sign_cells(sign: str) -> int:
-    if unicodedata.combining(sign):
+def _character_cells(character: str) -> int:
+    if unicodedata.combining(character):
         return 0
-    return 2 if unicodedata.east_asian_width(sign) in "WF" else 1
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def cut(text: str, width: int, ellipsis: str = "…") -> str:
@@ -172,10 +172,10 @@ def cut(text: str, width: int, ellipsis: str = "…") -> str:
         return text
     room = width - cells(ellipsis)
     if room < 1:
-        return "".join(sign for sign in text if _sign_cells(sign) == 1)[: max(0, width)]
+        return "".join(sign for sign in text if _character_cells(sign) == 1)[: max(0, width)]
     taken, kept = 0, []
     for sign in text:
-        taken += _sign_cells(sign)
+        taken += _character_cells(sign)
         if taken > room:
             break
         kept.append(sign)
@@ -296,7 +296,7 @@ def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
         taken, start = 0, 0
         shown = plain(given.expandtabs(4), len(given) * 4)
         for place, sign in enumerate(shown):
-            taken += _sign_cells(sign)
+            taken += _character_cells(sign)
             if taken > max(2, width):
                 words = shown.rfind(" ", start, place) + 1
                 end = words if shown[start:words].strip() else place

@@ -219,16 +219,16 @@ def _count_steps(number: float | None, highest: float, max_steps: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _stack(count: int, height: int, level_signs: str, full_sign: str) -> tuple[str, ...]:
+def _stack(count: int, height: int, levels: str, full: str) -> tuple[str, ...]:
     """Return the characters of a graph's column, from top to bottom.
 
-    `count` is the number of filled steps. `level_signs` are the characters of a cell from empty to
-    full, and `full_sign` is used in cells below the highest filled one.
+    `count` is the number of filled steps. `levels` are the characters of a cell from empty to
+    full, and `full` is used in cells below the highest filled one.
     """
-    each = len(level_signs) - 1
+    each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)
     return tuple(
-        full_sign if count - below > each else level_signs[max(0, min(each, count - below))]
+        full if count - below > each else levels[max(0, min(each, count - below))]
         for below in belows
     )
 
