@@ -211,7 +211,7 @@ def test_what_a_machine_is_called_can_not_break_the_page(
 
 def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
     """Limits are the plan's. The plan has one name, and no other split is called the best."""
-    from evener.tui.text.run_report import read_report, write_layout
+    from evener.tui.text.run_report import format_layout, read_report
 
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080@60%", "--json"]) == 0
     assert run(["report", "last", "-o", "report.html"]) == 0
@@ -221,7 +221,7 @@ def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
     report = read_report("last")
     assert report.labels == ("SIM:0", "SIM:1 @60%")
     assert not [bar.name for bar in report.ranking if bar.name == "best split"]
-    assert len({write_layout(bar.layout, report.header) for bar in report.ranking}) == len(
+    assert len({format_layout(bar.layout, report.header) for bar in report.ranking}) == len(
         report.ranking
     )
 

@@ -48,12 +48,12 @@ from evener.balancer.types import (
 from evener.tui.text.summaries import event_line, gain_text, layout_text
 from evener.tui.view import balance_lines
 from evener.tui.view.balance_lines import (
+    format_fastest,
     rival_lines,
     search_lines,
     share_legend,
     share_lines,
     warning_lines,
-    write_fastest,
 )
 from evener.tui.view.cells import span_cells
 from evener.tui.view.search_story import name_layout
@@ -347,7 +347,7 @@ def test_a_faster_measurement_than_the_best_is_explained(events: Any) -> None:
     state = _after(events, -1)
     measured = state.best
     assert measured is not None
-    assert write_fastest(state) == ""
+    assert format_fastest(state) == ""
 
     def best_of(shares: tuple[int, ...], part: float) -> SessionState:
         speed = measured.throughput.value * part
@@ -355,11 +355,11 @@ def test_a_faster_measurement_than_the_best_is_explained(events: Any) -> None:
         best = msgspec.structs.replace(measured, layout=layout_of(shares), throughput=slower)
         return msgspec.structs.replace(state, best=best)
 
-    larger = write_fastest(best_of((700, 500), 1 / 1.02))
+    larger = format_fastest(best_of((700, 500), 1 / 1.02))
     assert larger == "2 127 at 820+568: a larger batch for 2.0 % more"
     assert larger in _text(rival_lines(best_of((700, 500), 1 / 1.02), 58, 5))
-    assert "in its fastest turn" in write_fastest(best_of((820, 568), 1 / 1.02))
-    assert write_fastest(best_of((820, 568), 1.01)) == ""
+    assert "in its fastest turn" in format_fastest(best_of((820, 568), 1 / 1.02))
+    assert format_fastest(best_of((820, 568), 1.01)) == ""
 
 
 def test_a_wide_interval_leaves_a_blank_before_the_bar(events: Any) -> None:

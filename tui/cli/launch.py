@@ -298,7 +298,7 @@ def run(
         chosen.plan.save(path)
         job = make_job(path, read.words, None, None, executable=read.executable)
         before = read_process_use()
-        code = _train(job, guard, read.name, _write_start(job), max_restarts)
+        code = _train(job, guard, read.name, _format_start(job), max_restarts)
         left = read_notes(notes)
         print_notice(*list_events(left))
         _print_summary(job, guard, before, code, as_json, left)
@@ -312,7 +312,7 @@ def run(
     return code
 
 
-def _write_start(job: HostJob) -> str:
+def _format_start(job: HostJob) -> str:
     """Describe which devices the program starts on, such as "starts on GPU:0, GPU:1"."""
     labels = ", ".join(device.label for device in chain.from_iterable(job.processes))
     alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"

@@ -79,7 +79,7 @@ def probe(
         doubts = [
             line
             for run in finished
-            for line in _write_doubts(run.warnings, resolved.devices, length)
+            for line in _format_doubts(run.warnings, resolved.devices, length)
         ]
         said = {"warnings": doubts}
         print(
@@ -155,10 +155,10 @@ def _print_run(
     interval = run.this_run
     error = half_width(interval.value, interval.low, interval.high)
     print_notice(f"run {number} of {repeat}: {rate(interval.value)} samples/s ± {error}")
-    print_notice(*_write_doubts(run.warnings, devices, length))
+    print_notice(*_format_doubts(run.warnings, devices, length))
 
 
-def _write_doubts(
+def _format_doubts(
     doubts: Sequence[MeasurementDoubt], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
     """Return the warnings about a measurement as sentences."""

@@ -134,7 +134,7 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
         ("run", "state", "workload", "devices", "ratios", "probes", "time", "samples/s", "trained"),
         *map(_row, listed),
     ]
-    about = [plain(summary.trouble or _write_shortfall(summary), 1000) for summary in listed]
+    about = [plain(summary.trouble or _format_shortfall(summary), 1000) for summary in listed]
     lines = zip(align(rows, numbers_from=5), ["trouble" if any(about) else "", *about], strict=True)
     width = terminal_columns()
     for line, text in lines:
@@ -144,7 +144,7 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
             print("\n".join([line, *(f"  {part}" for part in folded(text, width - 2))]))
 
 
-def _write_shortfall(summary: RunSummary) -> str:
+def _format_shortfall(summary: RunSummary) -> str:
     """Explain why training was slower than the plan, or return "" if it wasn't."""
     trained = summary.trained
     if trained is None or not trained.falls_short:
@@ -171,7 +171,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
         probes,
         seconds,
         speed,
-        "-" if summary.trained is None else _write_trained(summary.trained),
+        "-" if summary.trained is None else _format_trained(summary.trained),
     )
 
 
@@ -184,7 +184,7 @@ def _list_devices(summary: RunSummary) -> str:
     return plain(", ".join(summary.devices[:MOST_DEVICES])) + more
 
 
-def _write_trained(trained: Trained) -> str:
+def _format_trained(trained: Trained) -> str:
     """Return a table cell with the speed of a plan's last training run, and its number of runs."""
     return f"{rate(trained.samples_per_second)} ({trained.trainings} x)"
 

@@ -25,12 +25,12 @@ PLAN_PERCENTS = (70.0, 80.0, 90.0, 95.0)
 
 
 class Choice(NamedTuple):
-    """A setting with a few values to choose from. `write` converts a value to its label."""
+    """A setting with a few values to choose from. `format_value` converts a value to its label."""
 
     key: str  # a field of the settings, or "alerts." and a field of the alert settings
     label: str
     values: tuple[Any, ...]
-    write: Callable[[Any], str] = str
+    format_value: Callable[[Any], str] = str
 
 
 def _switch(value: bool) -> str:
@@ -86,8 +86,8 @@ class SettingsDialog(Dialog[None]):
         """Yield a row for each setting, and a hint."""
         for place, choice in enumerate(CHOICES):
             value = read_setting(self.evener, choice.key)
-            words = [choice.write(each) for each in self._values(choice)]
-            field = OneOf(words, id=f"choice-{place}", value=choice.write(value))
+            words = [choice.format_value(each) for each in self._values(choice)]
+            field = OneOf(words, id=f"choice-{place}", value=choice.format_value(value))
             yield self._row(choice.label, field)
         command = self.evener.settings.alerts.command
         yield self._row(COMMAND_LABEL, Input(command, "none", id="command", compact=True))
@@ -119,7 +119,7 @@ class SettingsDialog(Dialog[None]):
         for place, choice in enumerate(CHOICES):
             word = self.query_one(f"#choice-{place}", OneOf).value
             for value in self._values(choice):
-                if choice.write(value) == word:
+                if choice.format_value(value) == word:
                     self._set(choice.key, value)
 
     def _set(self, key: str, value: Any) -> None:

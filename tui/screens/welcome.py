@@ -126,7 +126,7 @@ class WelcomeDialog(Dialog[str]):
                     "Balance my model",
                     f"{own}A dry run takes ten seconds, a search two minutes.",
                 ),
-                StartChoice("w", "Watch what trains now", write_activity(self.evener.snapshot)),
+                StartChoice("w", "Watch what trains now", format_activity(self.evener.snapshot)),
                 StartChoice(
                     "d", "Show me", "A search and a training on two simulated cards, in a minute."
                 ),
@@ -134,7 +134,7 @@ class WelcomeDialog(Dialog[str]):
         )
 
 
-def write_activity(snapshot: Snapshot | None) -> str:
+def format_activity(snapshot: Snapshot | None) -> str:
     """Describe the training runs that use the devices or, if there are none, how to start one."""
     reports = snapshot.reports if snapshot is not None else ()
     trainings = {report.training or str(report.pid) for report in reports}

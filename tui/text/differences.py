@@ -25,7 +25,7 @@ def difference_lines(difference: RunDifference, max_slowdown: float) -> list[str
         (difference.after, rate(difference.after_samples_per_second)),
     ]
     lines = align(rows, 1)
-    lines.append(_write_whole(difference))
+    lines.append(_format_whole(difference))
     if not difference.low <= difference.mean_slowdown <= difference.high:
         lines.append(
             f"{_signed(difference.mean_slowdown)} by the mean of all steps: what disturbs some of "
@@ -34,11 +34,11 @@ def difference_lines(difference: RunDifference, max_slowdown: float) -> list[str
     if difference.other_batch:
         lines.append("their steps have different numbers of rows: times are per sample")
     if difference.phases:
-        lines += ["", *_write_phases(difference)]
-    return [*lines, "", _write_verdict(difference, max_slowdown)]
+        lines += ["", *_format_phases(difference)]
+    return [*lines, "", _format_verdict(difference, max_slowdown)]
 
 
-def _write_whole(found: RunDifference) -> str:
+def _format_whole(found: RunDifference) -> str:
     interval = f"{_signed(found.low)} to {_signed(found.high)}"
     return f"{_signed(found.slowdown)} time per sample, between {interval} (95 %)"
 
@@ -47,12 +47,12 @@ def _signed(part: float) -> str:
     return f"{'+' if part >= 0 else '-'}{percent(abs(part), 1)}"
 
 
-def _write_phases(found: RunDifference) -> Iterator[str]:
+def _format_phases(found: RunDifference) -> Iterator[str]:
     heading = ("of a step", "before", "after", "longer by", "95 %", "")
-    yield from align([heading, *map(_write_phase, found.phases)], 1)
+    yield from align([heading, *map(_format_phase, found.phases)], 1)
 
 
-def _write_phase(phase: PhaseDifference) -> tuple[str, ...]:
+def _format_phase(phase: PhaseDifference) -> tuple[str, ...]:
     longer = phase.after_s - phase.before_s
     error = (phase.high_s - phase.low_s) / 2
     surely = "longer" if phase.low_s > 0 else ""
@@ -69,7 +69,7 @@ def _write_phase(phase: PhaseDifference) -> tuple[str, ...]:
     )
 
 
-def _write_verdict(found: RunDifference, max_slowdown: float) -> str:
+def _format_verdict(found: RunDifference, max_slowdown: float) -> str:
     allowed = percent(max_slowdown, 1)
     if found.is_beyond(max_slowdown):
         return f"slower by more than {allowed}"

@@ -19,9 +19,9 @@ from evener.system.files import write_atomically
 
 from .formatting import energy_cells, unbroken
 from .page_chart import SERIES, draw_curves
-from .run_report import THE_PLAN, MeasuredCurve, ReportData, read_report, write_layout
+from .run_report import THE_PLAN, MeasuredCurve, ReportData, format_layout, read_report
 from .stages import STAGE_WORDS
-from .summaries import gain_text, layout_text, outcome_text, write_device_share
+from .summaries import format_device_share, gain_text, layout_text, outcome_text
 
 REPORT_FORMATS = (".html",)
 STAGES = {"alone": SERIES[0], "together": SERIES[2], "packed": SERIES[3], "in turn": SERIES[1]}
@@ -165,7 +165,7 @@ def _shares(report: ReportData) -> str:
         (
             label,
             plain(share.name, 60),
-            write_device_share(share),
+            format_device_share(share),
             f"{share.ratio:.3f}",
             _bar((share.ratio, SERIES[number % len(SERIES)], 1), full_length=1),
         )
@@ -250,7 +250,7 @@ def _ranking_row(
     step_ms = samples / speed * 1000 if speed else 0.0
     return (
         evidence.name,
-        write_layout(evidence.layout, header),
+        format_layout(evidence.layout, header),
         _bar(
             (throughput.low, colour, 1),
             (throughput.high - throughput.low, colour, 0.5),

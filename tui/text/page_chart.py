@@ -112,7 +112,7 @@ def _draw_ticks(axes: _Axes) -> Iterable[str]:
     for speed in round_ticks(axes.top):
         y = axes.y(speed)
         yield f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>'
-        yield _text(LEFT - 6, y + 4, _write_tick(speed), "end")
+        yield _text(LEFT - 6, y + 4, _format_tick(speed), "end")
     for batch in round_log_ticks(axes.low, axes.high):
         x = axes.x(batch)
         yield f'<path class="grid" d="M{x:.1f} {bottom}v4"/>'
@@ -121,7 +121,7 @@ def _draw_ticks(axes: _Axes) -> Iterable[str]:
     yield _text(right, HIGH - 3, "batch", "end")
 
 
-def _write_tick(speed: float) -> str:
+def _format_tick(speed: float) -> str:
     """Return the label of a tick on the speed axis."""
     return group_digits(round(speed)) if speed == round(speed) else f"{speed:g}"
 

@@ -18,7 +18,7 @@ from evener.devices.types import Device
 from evener.plan.file import Evidence, Plan, PlanLayout
 from evener.printable import plain
 
-from .summaries import write_device_share
+from .summaries import format_device_share
 
 THE_PLAN = "the plan"  # the plan's name in the ranking
 
@@ -127,10 +127,10 @@ def _rank(plan: Plan) -> tuple[Evidence, ...]:
     return tuple(sorted(bars, key=lambda bar: bar.throughput.samples_per_second, reverse=True))
 
 
-def write_layout(layout: PlanLayout, header: Header) -> str:
+def format_layout(layout: PlanLayout, header: Header) -> str:
     """Return the devices of a layout with their shares, such as "GPU:0[640] + GPU:1[384]"."""
     parts = zip(header.devices, layout.share, strict=True)
     where = " + ".join(
-        f"{each.label}[{write_device_share(share)}]" for each, share in parts if share.takes_part
+        f"{each.label}[{format_device_share(share)}]" for each, share in parts if share.takes_part
     )
     return f"{layout.processes} x {where}" if layout.processes > 1 else where

@@ -272,13 +272,13 @@ def verdict_lines(
     texts += [f"warning: {plain(doubt)}" for doubt in written.doubts]
     texts += [plain(remark, 2000) for remark in written.remarks]
     if plan.search.probes:
-        texts.append(write_search(plan.search, verdict_data))
+        texts.append(format_search(plan.search, verdict_data))
     left = [warning for warning in plan.warnings if warning not in mentioned]
     texts += [f"warning: {plain(warning)}" for warning in left]
     return list(chain.from_iterable(folded(text, width, "  ") for text in texts))
 
 
-def write_search(search: SearchSummary, verdict: Verdict | None = None) -> str:
+def format_search(search: SearchSummary, verdict: Verdict | None = None) -> str:
     """Return the number of probes in a search, how long it took, and why it stopped."""
     # The reason is left out if it would contradict the recommendation to measure again.
     failed = verdict.failed if verdict is not None else 0
@@ -306,11 +306,11 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
             (
                 label + (f" @{plain(share.limit, 32)}" if share.limit else ""),
                 plain(share.name, 32),
-                write_device_share(share),
+                format_device_share(share),
                 f"{share.ratio:.3f}",
                 rate(share.ratio * combined) if share.batch and known else "-",
                 "",
-                _write_alone(solo),
+                _format_alone(solo),
             )
         )
     total = plan.layout.global_batch
@@ -325,11 +325,11 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
         *align(rows, numbers_from=2),
         *(part for text in _explain_alone(plan, alone, labels) for part in folded(text, width)),
         *([tokens] if plan.throughput.tokens_per_second else []),
-        *([_write_energy(plan.throughput)] if plan.throughput.samples_per_joule else []),
+        *([_format_energy(plan.throughput)] if plan.throughput.samples_per_joule else []),
     ]
 
 
-def write_device_share(share: Share) -> str:
+def format_device_share(share: Share) -> str:
     """Return a text that says how many rows a device gets.
 
     For a device without rows, says that it is left out, or holds only a part of the model's state.
@@ -402,7 +402,7 @@ def frontier_table(verdict: Verdict | None) -> Table:
     return Table("", [("batch", "samples/s", "worth in learning"), *rows], 0)
 
 
-def _write_energy(throughput: Throughput) -> str:
+def _format_energy(throughput: Throughput) -> str:
     """Return a text with the plan's samples/J and watts."""
     # If some devices of the plan are idle, the power of active and of idle devices follows.
     efficiency, active, idle = energy_cells(
@@ -414,7 +414,7 @@ def _write_energy(throughput: Throughput) -> str:
     return f"{efficiency} samples/J at {total} W: {active} W, and {idle} W in idle devices"
 
 
-def _write_alone(solo: Evidence | None) -> str:
+def _format_alone(solo: Evidence | None) -> str:
     if solo is None:
         return "-"
     (share,) = solo.layout.active
@@ -455,13 +455,13 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
             continue
         if rival.kind == "sum" and len(plan.layout.active) == 1:  # one device can't reach the sum
             continue
-        where = f" at {rival.where}{_write_other_batch(own, rival)}" if rival.where else ""
-        text = _write_plan_gain(own, rival) if with_gains else _write_remark(own, rival)
-        lines.append(f"{rival.name}: {_write_rate(rival.rate)}{where}{text}")
+        where = f" at {rival.where}{_format_other_batch(own, rival)}" if rival.where else ""
+        text = _format_plan_gain(own, rival) if with_gains else _format_remark(own, rival)
+        lines.append(f"{rival.name}: {_format_rate(rival.rate)}{where}{text}")
     return lines
 
 
-def _write_other_batch(plan: RatedLayout, rival: RatedLayout) -> str:
+def _format_other_batch(plan: RatedLayout, rival: RatedLayout) -> str:
     """Return the batch size of a layout if it differs from the plan's, or ""."""
     # It would be a repetition for a rival on one device, whose share is the whole batch, and for a
     # larger batch, whose name contains its size.
@@ -472,20 +472,20 @@ def _write_other_batch(plan: RatedLayout, rival: RatedLayout) -> str:
     return f" = {total} samples a step"
 
 
-def _write_remark(plan: RatedLayout, rival: RatedLayout) -> str:
+def _format_remark(plan: RatedLayout, rival: RatedLayout) -> str:
     """Return a remark about the speed of a compared layout, without the plan's gain over it."""
     # For the sum of solo throughputs, the note is the fraction of the sum that the plan reaches.
     # For other rivals, it is why no gain is known.
     if rival.gain_of(plan) is None or rival.kind == "sum":
-        return _write_plan_gain(plan, rival)
-    return f"; {_write_earlier(rival)}" if rival.earlier else ""
+        return _format_plan_gain(plan, rival)
+    return f"; {_format_earlier(rival)}" if rival.earlier else ""
 
 
-def _write_earlier(rival: RatedLayout) -> str:
+def _format_earlier(rival: RatedLayout) -> str:
     return f"measured alternately: {rate(rival.rate.value)} now, {rate(rival.earlier)} earlier"
 
 
-def _write_rate(interval: Interval) -> str:
+def _format_rate(interval: Interval) -> str:
     """Return the samples/s, followed by "±" and the error if that is large."""
     if not is_rough(interval):
         return f"{rate(interval.value)} samples/s"
@@ -507,7 +507,7 @@ def _explain_unknown_gain(plan: RatedLayout, rival: RatedLayout) -> str:
     )
 
 
-def _write_plan_gain(plan: RatedLayout, rival: RatedLayout) -> str:
+def _format_plan_gain(plan: RatedLayout, rival: RatedLayout) -> str:
     """Describe the plan's gain or loss against a layout."""
     gain = rival.gain_of(plan)
     if gain is None:
@@ -522,7 +522,7 @@ def _write_plan_gain(plan: RatedLayout, rival: RatedLayout) -> str:
     size = write_gain(abs(gain), plan.rate, rival.rate)
     in_turn = "measured alternately, " if rival.paired is not None else ""
     if rival.earlier:
-        in_turn = f"{_write_earlier(rival)}; "
+        in_turn = f"{_format_earlier(rival)}; "
     return f"; {in_turn}the plan {'gains' if gain >= 0 else 'loses'} {size}"
 
 

@@ -164,7 +164,7 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
         lines.append(_rival_line(each, found[0], width, drawn, name_cells))
         if not drawn and height >= 2 * len(found):
             lines.append(Line((Span(" "), *bar(share, width - 2, tone))))
-    note = write_fastest(state)
+    note = format_fastest(state)
     if note and len(lines) < height:
         lines += text_lines(note, width, 1, "dim")
     return tuple(lines)
@@ -173,13 +173,13 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 def _count_name_cells(layouts: Sequence[RatedLayout], width: int) -> int:
     """Return the width of the column with layout names."""
     if width < _WHOLE_CELLS:
-        widest_gain = max(len(write_gain_of(layouts[0], each)) for each in layouts)
+        widest_gain = max(len(format_gain_of(layouts[0], each)) for each in layouts)
         return max(1, min(USUAL_NAME, width - _BRIEF_CELLS - widest_gain))
     longest = max(len(each.name) for each in layouts)
     return max(USUAL_NAME, min(longest, USUAL_NAME + width - _ROOMY_CELLS))
 
 
-def write_fastest(state: SessionState) -> str:
+def format_fastest(state: SessionState) -> str:
     """Explain why the fastest measurement is above the samples/s shown for the best layout.
 
     Returns "" if it isn't, and once the search has a result.
@@ -218,7 +218,7 @@ def _rival_line(
     first = rated is best
     half = relative_error(rated.rate.value, rated.rate.low, rated.rate.high)
     error = f"±{percent(half, 1 if half < 0.1 else 0)}"
-    gain = "" if first else write_gain_of(best, rated)
+    gain = "" if first else format_gain_of(best, rated)
     spans: tuple[Span, ...] = (
         Span(f" {cut(rated.name, name_cells):<{name_cells}}", "strong" if first else "text"),
         Span(f"{rate(rated.rate.value):>8}", "speed"),
@@ -237,7 +237,7 @@ def _rival_line(
     return Line(pad((*spans, Span(cut(where, max(1, min(25, left))), "dim")), width))
 
 
-def write_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
+def format_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
     """Return the gain of the best layout over another one, such as "plan +20 %" or "turns +3 %".
 
     "plan" or "best" stands for the best layout. "turns" means that both were measured alternately.

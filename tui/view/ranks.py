@@ -319,7 +319,7 @@ def _describe_limit(
         if len(rows) == len(waiting):
             own_s = waiting[rows.index(blamed_rows[0])]
     others = bool(blamed_rows) and waited_s - own_s >= LEAST_SHARE * analysis.step_s
-    text = _write_limit(limit, blamed_rows, waited_s)
+    text = _format_limit(limit, blamed_rows, waited_s)
     if limit.kind != LimitKind.UNEQUAL and others:
         text += _waiting_for_it(others)
     return Cause(
@@ -327,7 +327,7 @@ def _describe_limit(
     )
 
 
-def _write_limit(
+def _format_limit(
     limit: TrainingLimit, blamed_rows: Sequence[RankRow], longest_wait_s: float
 ) -> str:
     """Describe a limit in words, with its milliseconds or its percentage of a step.

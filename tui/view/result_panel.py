@@ -16,16 +16,16 @@ from evener.balancer.session_state import RatedLayout, SessionState, chosen_layo
 from evener.balancer.statistics import is_known
 from evener.printable import plain
 
+from ..text.summaries import format_search, share_table
 from ..text.summaries import rival_lines as rival_texts
-from ..text.summaries import share_table, write_search
 from .balance_lines import (
+    format_gain_of,
     gain_tone,
     other_warnings,
     share_legend,
     shares_bar,
     verdict_head,
     warning_lines,
-    write_gain_of,
 )
 from .cells import Line, Mark, Span, cut, fit_rows, line, pad, span_cells, text_lines, whole_lines
 from .search_log import LOG, log_rows
@@ -100,7 +100,7 @@ def _gain_bar(
 ) -> Line:
     first = rated is plan
     bar_cells = width - name_cells - GAIN_CELLS - 13
-    gain = "" if first else write_gain_of(plan, rated)
+    gain = "" if first else format_gain_of(plan, rated)
     spans = [Span(f" {cut(plain(name), name_cells):<{name_cells}} ", "strong" if first else "text")]
     if bar_cells >= LEAST_BAR:
         spans += _blocks(rated.rate.value / top, bar_cells, first)
@@ -177,7 +177,7 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
     ]
     lines += [Line(), _title("Every measurement")]
     if finished.plan.search.probes:
-        lines += text_lines(write_search(finished.plan.search), width, 4, "dim")
+        lines += text_lines(format_search(finished.plan.search), width, 4, "dim")
     lines += whole_table(LOG, log_rows(state), width)
     return tuple(lines)
 

@@ -45,14 +45,14 @@ def compare_runs(first_run: StoredRun, second_run: StoredRun) -> list[ComparedFa
 def _compare_requests(first_run: StoredRun, second_run: StoredRun) -> Iterator[ComparedFact]:
     yield ComparedFact("workload", first_run.header.workload, second_run.header.workload)
     yield ComparedFact("devices", _name_devices(first_run), _name_devices(second_run))
-    yield ComparedFact("settings", _write_settings(first_run), _write_settings(second_run))
+    yield ComparedFact("settings", _format_settings(first_run), _format_settings(second_run))
 
 
 def _name_devices(run: StoredRun) -> str:
     return ", ".join(device.label for device in run.header.devices)
 
 
-def _write_settings(run: StoredRun) -> str:
+def _format_settings(run: StoredRun) -> str:
     pairs = run.header.request.settings.items()
     return ", ".join(f"{name}={text}" for name, text in pairs) or "as they are"
 
@@ -70,20 +70,20 @@ def _compare_plans(before: Plan, after: Plan) -> Iterator[ComparedFact]:
     batches = [plan.layout.global_batch for plan in (before, after)]
     change = _signed(batches[1] / batches[0] - 1) if all(batches) else ""
     yield ComparedFact("global batch", str(batches[0]), str(batches[1]), change)
-    yield ComparedFact("rows", _write_rows(before), _write_rows(after))
-    yield ComparedFact("precision", _write_precision(before), _write_precision(after))
-    yield ComparedFact("measured", _write_effort(before), _write_effort(after))
+    yield ComparedFact("rows", _format_rows(before), _format_rows(after))
+    yield ComparedFact("precision", _format_precision(before), _format_precision(after))
+    yield ComparedFact("measured", _format_effort(before), _format_effort(after))
 
 
-def _write_rows(plan: Plan) -> str:
+def _format_rows(plan: Plan) -> str:
     return " + ".join(map(str, plan.layout.batches))
 
 
-def _write_precision(plan: Plan) -> str:
+def _format_precision(plan: Plan) -> str:
     return f"{plan.precision}, XLA" if plan.xla else plan.precision
 
 
-def _write_effort(plan: Plan) -> str:
+def _format_effort(plan: Plan) -> str:
     return f"{plan.search.probes} probes, {duration(plan.search.seconds)}"
 
 

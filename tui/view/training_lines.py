@@ -210,10 +210,10 @@ def _rank_speed(speed: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
-    return _rank_value(seconds, _write_duration, "text", lambda row: row.own_work_s)
+    return _rank_value(seconds, _format_duration, "text", lambda row: row.own_work_s)
 
 
-def _write_duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Format a duration within a step. Very short ones become "0 ms"."""
     return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
 
@@ -382,11 +382,11 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
         if limit.kind == LimitKind.UNEQUAL or limit.remedy in mentioned or row.ended_s:
             continue
         mentioned.add(limit.remedy)
-        low, high = _write_gain(limit.gain_low), _write_gain(limit.gain_high)
-        yield f"{limit.remedy} {_write_gain(limit.gain)} ({low} to {high})."
+        low, high = _format_gain(limit.gain_low), _format_gain(limit.gain_high)
+        yield f"{limit.remedy} {_format_gain(limit.gain)} ({low} to {high})."
 
 
-def _write_gain(gain: float) -> str:
+def _format_gain(gain: float) -> str:
     """Format a gain as a percentage. Very large ones become "over +900 %"."""
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
@@ -397,18 +397,18 @@ def _marked(text: str, tone: Tone, mark: str, width: int) -> Iterator[Line]:
 
 
 def _describe_speed(row: TrainingRow) -> str:
-    sentences = [_write_rate(row)]
+    sentences = [_format_rate(row)]
     if row.missing_ranks:
         ranks = "1 rank isn't" if row.missing_ranks == 1 else f"{row.missing_ranks} ranks aren't"
         sentences.append(f"{ranks} seen here: on another host, or ended.")
     if row.step_s:
-        sentences.append(_write_step_time(row))
+        sentences.append(_format_step_time(row))
     if row.samples_per_joule:
         sentences.append(f"{row.samples_per_joule:.3g} samples per joule, at {row.watts:.0f} W.")
     return " ".join(sentences)
 
 
-def _write_rate(row: TrainingRow) -> str:
+def _format_rate(row: TrainingRow) -> str:
     """Return samples/s and tokens/s, and the fraction of the plan's speed that is reached."""
     speed = f"{rate(row.samples_per_second)} samples/s"
     if row.step_s and all(each.without_loader for each in row.ranks):
@@ -420,7 +420,7 @@ def _write_rate(row: TrainingRow) -> str:
     return f"{speed}{tokens}, {relation} the plan's {rate(row.plan_samples_per_second)}."
 
 
-def _write_step_time(row: TrainingRow) -> str:
+def _format_step_time(row: TrainingRow) -> str:
     """Return the step time, its spread, and the time for input and between steps, in a sentence."""
     spread = f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
     parts = {"of it for input": row.input_s, "between steps": row.between_s}

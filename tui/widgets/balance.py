@@ -19,10 +19,10 @@ from evener.printable import plain
 from ..base_app import UsesApp
 from ..view.balance_lines import (
     DETAILED_SHARES,
+    format_fastest,
     rival_lines,
     share_lines,
     warning_lines,
-    write_fastest,
 )
 from ..view.cells import Mark
 from ..view.curves import curve_chart
@@ -220,7 +220,7 @@ class BalanceView(UsesApp, Widget):
         # result contains them. A narrow terminal shows only the compared layouts.
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
             return 0
-        compared = len(rivals(self.state)) + bool(write_fastest(self.state))
+        compared = len(rivals(self.state)) + bool(format_fastest(self.state))
         if is_narrow:
             return compared + frame
         return max(4, compared, self._share_rows(width)) + frame
