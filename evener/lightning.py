@@ -129,8 +129,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         loader = StepLoader(
             dataset,
             StepSampler(rows),
-            begins=partial(self._begin_loop, rows),
-            asks=self._end_batch,
+            on_begin=partial(self._begin_loop, rows),
+            before_fetch=self._end_batch,
             **options,
         )
         loader.strategy = self

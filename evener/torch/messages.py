@@ -12,11 +12,11 @@ import torch.distributed as dist
 Value = TypeVar("Value")
 
 
-def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
+def gather_messages(own: Value, value_type: Any = Any) -> list[Value]:
     """Send a value to all ranks, and return the values of all ranks in rank order.
 
-    Every rank has to call this. The values are decoded as `kind`. Raises msgspec.ValidationError if
-    a value isn't of this type.
+    Every rank has to call this. The values are decoded as `value_type`. Raises
+    msgspec.ValidationError if a value isn't of this type.
     """
     sent = _encode(own)
     sizes = [_number(0) for _ in range(dist.get_world_size())]
@@ -25,14 +25,14 @@ def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
     filled[: len(sent)] = sent
     every = [torch.zeros_like(filled) for _ in sizes]
     dist.all_gather(every, filled)
-    return [_decode(each[: int(size)], kind) for each, size in zip(every, sizes, strict=True)]
+    return [_decode(each[: int(size)], value_type) for each, size in zip(every, sizes, strict=True)]
 
 
-def broadcast_message(own: Value, kind: Any = Any) -> Value:
+def broadcast_message(own: Value, value_type: Any = Any) -> Value:
     """Return rank 0's value on all ranks; the other ranks' values are ignored.
 
-    Every rank has to call this. The value is decoded as `kind`. Raises msgspec.ValidationError if
-    it isn't of this type.
+    Every rank has to call this. The value is decoded as `value_type`. Raises
+    msgspec.ValidationError if it isn't of this type.
     """
     sent = _encode(own if dist.get_rank() == 0 else None)
     size = _number(len(sent))
@@ -40,7 +40,7 @@ def broadcast_message(own: Value, kind: Any = Any) -> Value:
     if dist.get_rank() != 0:
         sent = torch.zeros(int(size), dtype=torch.uint8, device=sent.device)
     dist.broadcast(sent, 0)
-    received: Value = _decode(sent, kind)
+    received: Value = _decode(sent, value_type)
     return received
 
 
@@ -55,8 +55,8 @@ def _encode(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_choose_device())
 
 
-def _decode(text: torch.Tensor, kind: Any) -> Any:
-    return msgspec.convert(json.loads(text.cpu().numpy().tobytes()), type=kind)
+def _decode(text: torch.Tensor, value_type: Any) -> Any:
+    return msgspec.convert(json.loads(text.cpu().numpy().tobytes()), type=value_type)
 
 
 def _choose_device() -> torch.device:

@@ -349,7 +349,7 @@ class PlannedTraining:
     # ------------------------------------------------------------------ a global batch
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """End the previous global batch, and begin one with the given row counts by rank.
+        """End the previous global batch, and begin one; `sizes` has the row count of each rank.
 
         Adapters call this. The loader of a Split begins its batches itself.
         """

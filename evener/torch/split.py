@@ -343,8 +343,8 @@ class Split(PlannedTraining):
         """Load a checkpoint that `save` wrote, and return its `extra`.
 
         Every rank has to call this. The shares may have changed since it was saved. Without
-        `optimizer`, its state isn't loaded. Raises RequestError if the checkpoint is missing or is
-        for another model.
+        `optimizer`, the optimizer's state isn't loaded. Raises RequestError if the checkpoint is
+        missing or is for another model.
         """
         return _checkpoints().load(folder, model, optimizer)
 

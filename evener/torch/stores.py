@@ -82,7 +82,7 @@ def _release_other_ranks() -> None:
 
 
 def _read_address(url: str) -> str:
-    """Return the "host:port" in a rendezvous URL, at which the ranks meet."""
+    """Return the address at which the ranks meet, as "host:port", from a rendezvous URL."""
     # for env://, it is in environment variables
     if urlsplit(url).scheme == "env":
         return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

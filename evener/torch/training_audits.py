@@ -512,7 +512,7 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Return several choices of a few rows to audit, the preferred one first."""
+        """Return alternative selections of rows for an audit, the preferred one first."""
         # rows are fetched from the data set if possible, and also cut from the batch
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
@@ -579,7 +579,7 @@ class TrainingAudits:
         return self._move_rows(few)
 
     def _move_rows(self, few: FewRows | None) -> FewRows | None:
-        """Copy an audit's rows to this rank's device; return None for None."""
+        """Copy an audit's rows to this rank's device; if `few` is None, return None."""
         if few is None:
             return None
         device = self._training.device
@@ -910,10 +910,11 @@ def is_sharded_model(models: Iterable[Any]) -> bool:
 def make_share_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return what an audit compares: the gradient of a few rows as one batch and in shares.
+    """Return what an audit compares: the gradient of a few rows as one batch and in unequal parts.
 
     Arguments:
 
+    - `few`: the rows.
     - `loss`: returns the mean loss of a part.
     - `counted`: returns the denominator of this mean; None means the row count.
     - `micro`: maximum rows per pass; 0 means one pass per part.

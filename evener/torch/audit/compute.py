@@ -192,7 +192,7 @@ class GradientSketcher:
         return sums
 
     def sketch_fast(self, computation: Sequence[Piece]) -> Sketch:
-        """Return a gradient's sketch, by `sum_quickly` if that is possible."""
+        """Return a gradient's sketch, using `sum_quickly` if possible."""
         # the faster passes take about half the time
         sums = None if self._known.draws else self.sum_quickly(computation)
         return self.sketch(computation) if sums is None else self.read(sums)

@@ -69,8 +69,9 @@ def find_objects(data: Any) -> list[Any]:
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
     """Return a copy of the object `fresh` with its tensors replaced.
 
-    `recorded` is an object of the same structure. Each tensor of `fresh` is replaced by the tensor
-    that `known` has for the tensor at the same position in `recorded`; the keys of `known` are ids.
+    `recorded` is an object of the same structure, and `known` has a replacement for each of its
+    tensors, by the tensor's id. A tensor in `fresh` gets the replacement of the tensor at the same
+    position in `recorded`.
     """
     return _remake(fresh, recorded, known, set())
 

@@ -344,7 +344,10 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """Compute a randomized leaky ReLU with the mean of its slopes, and write them to `slopes`."""
+    """Compute a randomized leaky ReLU with its mean slope, and store the factors in `slopes`.
+
+    The mean slope is halfway between `lower` and `upper`.
+    """
     # the backward pass uses `slopes`
     middle = (lower + upper) / 2
     slopes.copy_(torch.where(inputs < 0, middle, 1.0))

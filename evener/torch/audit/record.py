@@ -656,9 +656,9 @@ def _replay_entries(
         known.update((id(was), made) for was, made in zip(recorded, repeated, strict=True))
 
 
-def _find_only(kind: type, objects: Sequence[Any]) -> Any:
+def _find_only(wanted: type, objects: Sequence[Any]) -> Any:
     """Return the only object of exactly this class, or None if there isn't exactly one."""
-    found = [each for each in objects if type(each) is kind]
+    found = [each for each in objects if type(each) is wanted]
     return found[0] if len(found) == 1 else None
 
 

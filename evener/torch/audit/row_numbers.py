@@ -126,7 +126,7 @@ def _add_positions(
 ) -> list[tuple[Piece, int, int]]:
     """Return each pass of a computation with the index of its first row and its row count.
 
-    `sizes` has the row counts.
+    `sizes` has the row count of each pass.
     """
     if len(computation) != len(sizes):
         return []

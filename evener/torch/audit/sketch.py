@@ -266,7 +266,7 @@ class GradientSums:
         self.add_gradients(self._differentiate(scaled.sum(), trained, retain_graph))
 
     def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients, given by the names of their tensors."""
+        """Add gradients to the sums; `gradients` has them by the names of their tensors."""
         with torch.no_grad(), without_modes():
             for name, gradient in gradients.items():
                 self._take(name, gradient)
@@ -311,7 +311,7 @@ class GradientSums:
             return self._zeros[kind].expand(gradient.shape)
 
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a gradient to the sums, or collect it to project several small gradients together."""
+        """Add a gradient to the sums, or set it aside to project several small ones together."""
         if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
             self._add([name], LineSums([1], project(gradient, self._signs)[None]))
             return
@@ -358,7 +358,7 @@ def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _name_precision(dtype: torch.dtype, computed_dtypes: Collection[torch.dtype]) -> str:
-    """Return the name of the lowest precision with which a gradient was computed.
+    """Return the name of the lowest precision that was used to compute a gradient.
 
     `dtype` is the gradient's own dtype, and `computed_dtypes` are those of the computation.
     """

@@ -401,7 +401,7 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """If files were written, count the time since the last untimed batch ended as file time."""
+        """Count the time since an untimed batch as file time, if files were written since then."""
         # the whole time between the batches then counts as file time
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
@@ -601,7 +601,10 @@ class StepTimer:
             self._enter(before, SUM)
 
     def begin_wait(self) -> bool:
-        """Begin to wait for other ranks within a pass; return False if the rank isn't computing."""
+        """Count the time from now on as waiting for other ranks, within a pass.
+
+        Return False, without any effect, if the rank isn't computing.
+        """
         if self._doing == OWN:
             self._doing = SUM
             return True
@@ -1182,8 +1185,8 @@ def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[
         _note_update()
         return None
     closure = keywords.get("closure")
-    kind: Any = type(arguments[0])
-    is_first = len(arguments) > 1 and _takes_closure_first(kind)
+    optimizer_class: Any = type(arguments[0])
+    is_first = len(arguments) > 1 and _takes_closure_first(optimizer_class)
     if is_first:
         closure = arguments[1]
     if closure is None or not _timers:
@@ -1201,14 +1204,11 @@ def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[
 
 
 @cache
-def _takes_closure_first(kind: Any) -> bool:
-    """Return whether the first parameter of an optimizer's `step` is `closure`.
-
-    `kind` is the optimizer's class.
-    """
+def _takes_closure_first(optimizer_class: Any) -> bool:
+    """Return whether the first parameter of an optimizer class's `step` is `closure`."""
     # a user's own optimizer may have another parameter there, such as the loss
     with suppress(TypeError, ValueError):  # the method has no signature
-        return list(inspect.signature(kind.step).parameters)[1:2] == ["closure"]
+        return list(inspect.signature(optimizer_class.step).parameters)[1:2] == ["closure"]
     return False
 
 

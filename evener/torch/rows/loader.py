@@ -61,7 +61,7 @@ class Epoch:
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """Return whether the loop has ended although its last batch may still be computed.
+        """Return whether the loop has ended while its last batch may still be computed.
 
         The result is False if the batch no longer exists.
         """
@@ -444,10 +444,10 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
     - `dataset`: a map-style data set.
     - `steps`: the batch sampler.
-    - `ahead`: whether to fetch a batch before the previous one is yielded, as accelerate's
-      loader does.
-    - `begins`: called when a loop begins.
-    - `asks`: called before each batch is fetched.
+    - `ahead`: whether to fetch a batch before the previous one is yielded, as accelerate's loader
+      does.
+    - `on_begin`: called when a loop begins.
+    - `before_fetch`: called before each batch is fetched.
     - `options`: further keyword arguments of DataLoader.
 
     The trainer sets `done` to the number of the epoch's batches that it has computed.
@@ -462,18 +462,18 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         steps: StepSampler,
         *,
         ahead: bool = False,
-        begins: Callable[[], None] | None = None,
-        asks: Callable[[], None] | None = None,
+        on_begin: Callable[[], None] | None = None,
+        before_fetch: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(dataset, batch_sampler=steps, **options)
         self.done = 0
         self._start = 0  # the global batch at which the next iteration begins
-        self._ahead, self._begins, self._asks = ahead, begins, asks
+        self._ahead, self._on_begin, self._before_fetch = ahead, on_begin, before_fetch
 
     def __iter__(self) -> Any:
-        if self._begins is not None:
-            self._begins()
+        if self._on_begin is not None:
+            self._on_begin()
         self.batch_sampler.first_step = self.done = self._start
         self._start = 0
         batches: Any = super().__iter__()
@@ -482,7 +482,9 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
             batches = _loop(batches, rows)
         if self._ahead:
             batches = _fetch_ahead(batches)
-        return batches if self._asks is None else _CountedRequests(batches, self._asks)
+        if self._before_fetch is None:
+            return batches
+        return _CountedRequests(batches, self._before_fetch)
 
     @property
     def drawn_ahead(self) -> int:
@@ -547,8 +549,8 @@ def _fetch_ahead(batches: Iterator[Any]) -> Iterator[Any]:
 class _CountedRequests:
     """Iterator that calls a function before it fetches each batch."""
 
-    def __init__(self, batches: Any, asks: Callable[[], None]) -> None:
-        self._batches, self._asks = batches, asks
+    def __init__(self, batches: Any, before_fetch: Callable[[], None]) -> None:
+        self._batches, self._before_fetch = batches, before_fetch
 
     def __iter__(self) -> _CountedRequests:
         return self
@@ -557,7 +559,7 @@ class _CountedRequests:
         return len(self._batches)
 
     def __next__(self) -> Any:
-        self._asks()
+        self._before_fetch()
         return next(self._batches)
 
     def __getattr__(self, name: str) -> Any:

@@ -92,9 +92,9 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return `given` as a one-dimensional int64 tensor on the CPU, or None if that isn't possible.
+    """Convert `given` to a one-dimensional int64 tensor on the CPU.
 
-    None is returned for anything but a flat sequence of integers.
+    The result is None if `given` isn't a flat sequence of integers.
     """
     try:
         found = torch.as_tensor(given)

@@ -127,7 +127,7 @@ def _whole_slots(sharded: AnyModel) -> list[Slot]:
 
 
 def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]:
-    """Yield the model's parameters on rank 0, as dicts from name to unsharded CPU tensor.
+    """Yield the model's parameters on rank 0, in dicts of unsharded CPU tensors by name.
 
     On other ranks, the dicts are empty. If `wanted` has names, only the flat tensors that contain
     these parameters are gathered. Every rank has to iterate over this.
@@ -266,8 +266,8 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups whose "params" are indices, as in an optimizer's state dict.
 
-    In the given groups, "params" is only the number of parameters. Indices count through all
-    groups.
+    In the given groups, "params" is only the number of parameters. The indices continue from one
+    group to the next.
     """
     numbers = count()
     return [{**group, "params": list(islice(numbers, group["params"]))} for group in groups]

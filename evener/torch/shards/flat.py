@@ -289,7 +289,7 @@ class Flat:
     def _begin_gradients(self, summed: torch.Tensor, owns_memory: bool) -> None:
         """Store a step's first reduced gradient as the gradient of this rank's shard.
 
-        It is copied unless this object may store the tensor itself (`owns_memory`).
+        With `owns_memory`, the tensor itself is stored, else a copy.
         """
         gradients = self._make_views(summed if owns_memory else None)
         if gradients is not summed:

@@ -4,8 +4,8 @@ All ranks of a sharded model run the same gathers and reductions in the same ord
 rows gets a filler row, whose gradients have weight 0. It computes that row until two consecutive
 passes have run the same collectives. From then on it only runs these collectives, without
 activations. The model returns copies of its outputs for the filler row. The backward pass through
-them takes part in the other ranks' reductions. Inputs of other shapes than the recorded ones are
-computed, because the other ranks' collectives may then differ, too.
+them takes part in the other ranks' reductions. If inputs have other shapes than the recorded ones,
+the model is run, because the other ranks' collectives may then differ, too.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradient
 
 
 class PassRecord:
-    """What a forward and backward pass did, for inputs of certain shapes: collectives and outputs.
+    """The collectives of a forward and backward pass, and the outputs of its forward pass.
 
-    A rank without rows runs these collectives again and returns these outputs, so that it doesn't
+    A record holds for inputs of the same shapes. A rank without rows repeats it, so that it doesn't
     have to run the model.
     """
 

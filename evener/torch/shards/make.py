@@ -215,8 +215,8 @@ def _choose_parts(
     """Choose the relative size of each rank's part of the model.
 
     The sizes come from `state`, or else from the plan. If the plan has none, they are in proportion
-    to free memory, not counting the bytes that a rank needs for other things, which
-    `count_other_bytes` returns. Raises RequestError unless each rank has a part above 0.
+    to the free memory of each rank, minus the bytes that `count_other_bytes` returns. Raises
+    RequestError unless each rank has a part above 0.
     """
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (

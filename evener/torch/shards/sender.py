@@ -233,7 +233,7 @@ def _find_copies(
     pieces: Sequence[Sequence[DtypeRange]],
     parts: dict[int, torch.Tensor],
 ) -> list[GradientCopy]:
-    """Return the copies that write a parameter's gradient into the parts of all ranks.
+    """Return where a parameter's gradient goes in the parts of all ranks, as a list of copies.
 
     `position` is the parameter's index in the list of slots, `pieces` has the dtype ranges of each
     rank's part, and `parts` has the memory of each part.

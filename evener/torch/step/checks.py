@@ -91,7 +91,10 @@ class OptimizerCheck:
             self._watch_schedules()
 
     def _watch_schedules(self) -> None:
-        """Make accelerate step learning-rate schedules once per batch, not once per process."""
+        """Make the accelerate library step learning-rate schedules once per batch.
+
+        Otherwise, it steps them once per process.
+        """
         # accelerate's default would be right if each process had a whole batch
         kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
         if kind is None or kind in self._watched or not self.steps_schedules:

@@ -12,7 +12,7 @@ from .batches import TakenBatch
 
 
 def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """Return the batches that share memory with the largest number of a model's inputs.
+    """Return the batches that share memory with the most tensors among a model's inputs.
 
     The result is [] if no batch shares any.
     """

@@ -280,7 +280,7 @@ class Passes:
             exchange.open(dependent)
 
     def close(self) -> None:
-        """Notify the objects that all-reduce gradients that a part's backward pass has ended."""
+        """After a part's backward pass, notify the objects that all-reduce gradients."""
         if self._running is not None:
             self._running.ended = True
         for exchange in self._exchanges:

@@ -151,7 +151,7 @@ class TensorGroup:
     def take(self, index: int, tensor: torch.Tensor) -> None:
         """Undo autograd's update of `.grad`, and store the weighted gradient for the all-reduce.
 
-        Raises RequestError for sparse gradients.
+        `index` is the tensor's index in the group. Raises RequestError for sparse gradients.
         """
         weight = self._unowned.weight()
         if weight is None or index not in self._before:

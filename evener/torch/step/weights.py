@@ -388,8 +388,9 @@ class BatchWeights(BatchTracker):
         """Return the batch that a forward pass computes, found by the addresses of its inputs.
 
         The result is None if nothing has to be weighted. If no batch matches, RequestError is
-        raised in training mode. Otherwise the error is returned, for a backward pass that may
-        follow. Also raises RequestError if a batch that needs several passes is computed at once.
+        raised in training mode. In evaluation mode, the error is returned, to be raised if a
+        backward pass follows. Also raises RequestError if a batch that needs several passes is
+        computed at once.
         """
         # outside of training mode, there may be no backward pass
         if self._auditing:
@@ -447,7 +448,7 @@ class BatchWeights(BatchTracker):
         return scaled
 
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Return the initial gradients of a backward pass, multiplied as in `scale`."""
+        """Return the initial gradients of a backward pass, multiplied by the factor of `scale`."""
         weight = self.shares.world * self.weight
         made = []
         for loss, given in zip(losses, gradients, strict=True):

@@ -290,7 +290,7 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
 
 
 def check_exchange(model: Any) -> None:
-    """Raise RequestError for a model of DeepSpeed, Megatron-LM, FSDP1 or tensor parallelism.
+    """Raise RequestError if a model uses DeepSpeed, Megatron-LM, FSDP1 or tensor parallelism.
 
     evener can't weight the gradients of such models.
     """

@@ -45,7 +45,7 @@ _sizes: dict[Hashable, int] = {}  # numbers of collectives that calls of `run_ow
 
 
 def run_own(call_site: Hashable, function: Callable[[], Result]) -> Result:
-    """Call `function`, count the collectives that it starts as evener's own, and return its result.
+    """Call `function` and return its result; the collectives that it starts count as evener's own.
 
     Because counting is slow, they are counted only in the first call with this `call_site`. Later
     calls have to start the same number of collectives.

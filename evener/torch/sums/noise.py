@@ -49,7 +49,7 @@ class RankNoise:
         self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch; `sizes` has the row count of each rank, or is () if they are unknown.
+        """Begin a batch; `sizes` has the row count of each rank, or is () if that is unknown.
 
         `updates` is the number of optimizer steps so far.
         """
