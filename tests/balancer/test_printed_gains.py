@@ -22,6 +22,7 @@ from evener.tui.view.result_panel import result_lines
 from tests.support.printed_gains import find_bar_faults, find_faults
 from tests.support.search_outcomes import draw_outcome
 
+NOTHING_LEFT = "Nothing left to measure is expected to change the plan."
 RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.jsonl"))
 
 
@@ -76,6 +77,30 @@ def test_the_text_of_drawn_searches_holds_no_contradiction(seed: int) -> None:
         ("1 346 at 1008", "900.0 at 1008"),
         ("10.8 % less than the plan", "20.8 % less than the plan"),
         ("reaches 95 % of the sum", "reaches 85 % of the sum"),
+        ("886.0            928.1", "946.0            928.1"),
+        ("+61 % over SIM:0 alone", "SIM:0 alone is too uncertain to compare (± 30 %)"),
+        ("s at 1008\n", "s at 1008; measured alternately: 1 346 now, 928.1 earlier\n"),
+        (
+            "\n\nequal",
+            "\nalone: one; SIM:1 was slower alone than in the plan, and not compared\n\nequal",
+        ),
+        ("SIM:2 is left out", "SIM:1 is left out"),
+        ("13 probes", "One device is the simpler way: SIM:0 alone reached 1 346\n13 probes"),
+        (
+            "13 probes",
+            "warning: SIM:1 and SIM:0 are the same kind of device (GTX), and SIM:1 was 1.5 times "
+            "as fast alone at 64 samples a step: suspect what else uses SIM:0.\n13 probes",
+        ),
+        (NOTHING_LEFT, "Equal shares (694 + 694 on SIM:0 + SIM:1) tie with the plan, and so on."),
+        (
+            NOTHING_LEFT,
+            "The budget left no time to measure SIM:1 alone at 694 samples; --budget 3s",
+        ),
+        (
+            NOTHING_LEFT,
+            "Nothing left to measure is expected to gain more than 2 %.\n"
+            "The budget left no time to measure equal shares; --budget 30s",
+        ),
     ],
 )
 def test_a_reader_finds_each_kind_of_contradiction(was: str, becomes: str) -> None:
@@ -90,6 +115,7 @@ SOUND = """\
 device    name         share  ratio  in the plan                   alone
 SIM:0     GTX 1080 Ti    826  0.591        1 282           1 346 at 1008
 SIM:1     GTX 1080       571  0.409        886.0            928.1 at 694
+SIM:2     GTX 960   left out  0.000            -                       -
 together                1397  1.000        2 168  ± 0.4 %
 
 equal shares: 1 801 samples/s at 694+694 = 1388 samples a step

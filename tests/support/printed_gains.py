@@ -44,7 +44,7 @@ FASTER_ALONE = re.compile(
     r"; (?P<names>[^;]+?) (?:was|were) (?P<why>faster with another batch|measured too roughly alone"
     r"|slower alone than in the plan|faster alone than the plan)"
 )
-INSIDE = re.compile(rf"^(?P<device>\S+) .* \d\.\d{{3}} +(?P<rate>{NUMBER}|-)  ")
+INSIDE = re.compile(rf"^(?!together|in all)(?P<device>\S+) .* \d\.\d{{3}} +(?P<rate>{NUMBER}|-)  ")
 TWINS = re.compile(
     r"and (?P<fast>\S+) was (?P<times>[\d.]+) times as fast alone at (?P<batch>\d+) samples a step"
     r": .* uses (?P<slow>\S+)\.$"
@@ -56,6 +56,10 @@ UNCERTAIN = re.compile(
     rf"(?:^|, )(?P<name>{NAME}) (?:is|are) too uncertain to compare \(± (?P<error>[\d.]+) %\)"
 )
 WITH_IDLE = re.compile(r"the fastest split with it \((?P<batches>[^)]*)\)")
+LEFT_OUT = re.compile(r"^(?P<name>\S+) is left out: the fastest split")
+IDLE_ROW = re.compile(r"^(?P<device>\S+) .* left out  0\.000 ")
+ENDS_TIED = re.compile(r"\. (?P<names>[^.]*) ties? with the plan")
+SIMPLER = re.compile(r"One device is the simpler way: (?P<name>.+?) reached")
 NO_TIME = re.compile(r"The budget left no time to measure (?P<names>.*); --budget")
 OF_SUM = re.compile(r"The plan reaches (?P<part>\d+) % of the sum")
 BAR = re.compile(rf"^ (?P<name>.+?) +▇+ +(?P<rate>~?{NUMBER})(?:  (?P<gain>\S.*?))? *$")
@@ -170,6 +174,8 @@ def find_faults(lines: Sequence[str]) -> Iterator[str]:
     yield from _split_faults(printed)
     yield from _uncertain_faults(printed)
     yield from _time_faults(printed)
+    yield from _table_faults(lines, printed)
+    yield from _ending_faults(printed)
     if printed.error > UNKNOWN and "too uncertain to compare" not in printed.headline:
         yield f"compared though ± {printed.error} %: {printed.headline}"
     ties = [line for line in printed.rest if "leading layouts tie" in line]
@@ -394,6 +400,45 @@ def _time_faults(printed: Printed) -> Iterator[str]:
         for device, (_, batch) in printed.alone.items():
             if f"{device} alone at {batch} samples" in names:
                 yield f"{device} was measured alone at {batch}: {line}"
+
+
+def _table_faults(lines: Sequence[str], printed: Printed) -> Iterator[str]:
+    """Check that the devices' parts add up to the plan, and which devices are left out."""
+    total = sum(printed.inside.values())
+    if printed.inside and abs(total / printed.own - 1) > 0.003:
+        yield f"the column in the plan sums up to {total:.1f}: {printed.headline}"
+    idle = [row["device"] for line in lines if (row := IDLE_ROW.match(line)) is not None]
+    for line in printed.rest:
+        found = LEFT_OUT.match(line)
+        if found is not None and found["name"] not in idle:
+            yield f"only {idle} are left out in the table: {line}"
+    for device in idle:
+        if re.search(rf" on (?:.* \+ )?{device}\b", printed.headline.partition("   ")[0]):
+            yield f"{device} is left out in the table: {printed.headline}"
+
+
+def _ending_faults(printed: Printed) -> Iterator[str]:
+    """Check that what ends as a tie has no certain gain, and that a finished search lacks nothing.
+
+    One device that is called as fast as the plan has no certain gain either.
+    """
+    gains = printed.headline.rpartition("   ")[2]
+    surely = [each["over"] or each["than"] for each in CLAUSE.finditer(gains)]
+    text = "\n".join(printed.rest)
+    simpler = SIMPLER.search(text)
+    if simpler is not None and simpler["name"] in surely:
+        yield f"as fast, and not as fast: {simpler[0]} | {printed.headline}"
+    tied = ENDS_TIED.search(text)
+    names = re.split(r"(?<=\)), | and ", tied["names"]) if tied is not None else []
+    for name in names:
+        layout, _, batches = name.partition(" (")
+        shares = batches.partition(" on ")[0]
+        layout = f"{layout[:1].lower()}{layout[1:]}" if ":" not in layout else layout
+        for over in surely:
+            if over in (layout, f"{layout} ({shares})", f"the {layout} ({shares})"):
+                yield f"a tie, and a gain over {over}: {name} | {printed.headline}"
+    if "Nothing left to measure is expected to gain" in text and NO_TIME.search(text):
+        yield f"nothing is left to measure, and there was no time: {NO_TIME.findall(text)}"
 
 
 def _split_faults(printed: Printed) -> Iterator[str]:
