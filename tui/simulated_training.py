@@ -44,7 +44,7 @@ class TrainingSource(SimulatedSource):
         self._first: Training | None = None
 
     def train(self, plan: Plan) -> None:
-        """Start to train with the shares of `plan`, which must be for these devices.
+        """Start training with the shares of `plan`, which must be for these devices.
 
         May be called from any thread.
         """

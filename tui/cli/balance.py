@@ -120,7 +120,7 @@ def _read_budget(
 
 
 def _run_dry(job: Job, as_json: bool) -> int:
-    """Run a dry run, print what fits in memory, and return the exit code."""
+    """Do a dry run, print what fits in memory, and return the exit code."""
     stop = threading.Event()
     with stopped_by_signals(stop.set, "stopping") as caught:
         result = dry_run(job, _phase_printer(), stop)

@@ -193,7 +193,6 @@ def _make_table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[st
 def _table_rows(
     runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str], energy: bool
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each row of the table."""
     # Each run has a row for each device and, if there are several devices, one for all of them
     # together. The last row is for all runs together.
     several = len(layout.active) > 1

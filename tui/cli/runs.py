@@ -176,7 +176,6 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _list_devices(summary: RunSummary) -> str:
-    """Return a short list of a run's devices."""
     # A training's devices are given by their product names, each with its count.
     if summary.kind == "training":
         return plain(brief_devices(summary.devices), _WIDEST_TEXT)

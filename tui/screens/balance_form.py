@@ -295,7 +295,6 @@ class BalanceForm(UsesApp, Vertical):
         self._offer_models(found, last)
 
     def _offer_models(self, found_models: Sequence[str], last_run: RunSummary | None) -> None:
-        """Fill the list of models."""
         # A model that the user has ticked stays ticked. Otherwise the first of the user's own
         # models is ticked, or the default built-in model if there are none.
         panel = self.query_one("#pick-workload", Ticks)

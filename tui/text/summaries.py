@@ -165,7 +165,7 @@ def outcome_text(observation: Observation, labels: Sequence[str], plus_minus: st
 
 
 def outcome_name(observation: Observation) -> str:
-    """Return "timed", "out of memory" or "failed"."""
+    """Return a probe's outcome in words: "timed", "out of memory" or "failed"."""
     if isinstance(observation, Timed):
         return "timed"
     return "out of memory" if isinstance(observation, OutOfMemory) else "failed"
@@ -279,7 +279,7 @@ def verdict_lines(
 
 
 def format_search(search: SearchSummary, verdict: Verdict | None = None) -> str:
-    """Return the number of probes in a search, how long it took, and why it stopped."""
+    """Return a text with the number of probes in a search, how long it took, and why it stopped."""
     # The reason is left out if it would contradict the recommendation to measure again.
     failed = verdict.failed if verdict is not None else 0
     full = search.out_of_memory

@@ -50,7 +50,7 @@ class AlertRules(NamedTuple):
 
 
 class AlertWatch:
-    """Raises an alert once for each problem that lasts."""
+    """Raises one alert for each problem that lasts long enough."""
 
     def __init__(self, rules: AlertRules) -> None:
         self.rules = rules

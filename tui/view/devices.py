@@ -403,7 +403,6 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
 
 
 def _draw_row(row: PanelRow, widths: Mapping[str, int], width: int, has_cursor: bool) -> Line:
-    """Draw the row of a device or of a host."""
     if isinstance(row, HostRow):
         return draw_host(row, width, has_cursor)
     sample = row.sample

@@ -104,7 +104,7 @@ def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
 class Chart(NamedTuple):
     """The contents of a chart.
 
-    Values are shown for the points at x = `cursor`, unless that is None. `draw_x` and `draw_y`
+    `cursor` is the x value of the points whose values are shown, or None. `draw_x` and `draw_y`
     format the labels of the axes.
     """
 

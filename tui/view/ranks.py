@@ -234,7 +234,7 @@ def _find_blocking_ranks(silent: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _are_all_in_one_phase(rows: Sequence[RankRow], blocking: Sequence[RankRow]) -> bool:
-    """Return whether all ranks, at least two, are silent in the same phase of a step.
+    """Return whether there are several ranks, all of them silent in the same phase of a step.
 
     `blocking` are the ranks that are furthest behind.
     """

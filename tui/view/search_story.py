@@ -143,7 +143,7 @@ def _phase_line(state: SessionState, width: int) -> Line:
 
 
 def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
-    """Return the mark and tone of each phase, which show whether it is done, running or to come."""
+    """Return the mark and tone of each phase, which show whether it is done, running or ahead."""
     # A search on one device measures no splits, so the phase for splits is left out.
     now = current_phase(state)
     seen = {phase_of(entry.seen.probe.stage) for entry in state.seen}

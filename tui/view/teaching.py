@@ -19,7 +19,7 @@ class Step(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """The text of an empty table, and the keys and commands that a new user can start with."""
+    """What an empty table shows: a text, and keys and commands that a new user can start with."""
 
     nothing: str
     steps: tuple[Step, ...] = ()

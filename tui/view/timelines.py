@@ -81,9 +81,9 @@ class GraphPlan(NamedTuple):
     label: int = LABEL_CELLS
 
     def cell_at(self, x: int) -> int | None:
-        """Return the cell of a graph at the screen column `x`, counted from the graph's left edge.
+        """Return the cell of a graph that is at the screen column `x`, or None between graphs.
 
-        Returns None between graphs.
+        Cells are counted from the graph's left edge.
         """
         each = GUTTER_CELLS + self.graph + 1
         within = (x - self.label) % each - GUTTER_CELLS

@@ -69,7 +69,7 @@ def training_graph_lines(
 
     - `past`: the stored readings.
     - `size`: width and height in cells.
-    - `seconds`: the time to show.
+    - `seconds`: the time span to show.
     - `interval_seconds`: the time between readings.
 
     If the monitor sees none of the run's devices, returns a sentence that says so. Returns no lines
