@@ -44,7 +44,7 @@ def slices(count: int | None = None) -> tuple[Device, ...]:
     """Divide the CPU into `count` slices of equal size, by default two.
 
     Only CPUs that this process may use are divided. If there is only one, the default is one slice.
-    Each slice gets the same part of 80 % of the free memory, rounded down to a multiple of 256 MiB.
+    Each slice gets an equal part of 80 % of the free memory, rounded down to a multiple of 256 MiB.
     Raises `RequestError` if the CPU can't be divided into `count` slices.
     """
     if count is not None and count < 1:

@@ -218,7 +218,7 @@ class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A change of a device for some time: less memory, less speed, or a failure.
+    """A temporary change of a simulated device: less memory, less speed, or a failure.
 
     Times are in seconds from the start. Raises `ValueError` if the event doesn't end after it
     begins.

@@ -88,7 +88,7 @@ class _LastReading(NamedTuple):
 
 
 class ProcessTable:
-    """Reads processes by pid, and caches what doesn't change from reading to reading."""
+    """Reads processes by pid, and caches what doesn't change between readings."""
 
     def __init__(self) -> None:
         self._known: dict[int, _LastReading] = {}

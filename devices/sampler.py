@@ -287,7 +287,7 @@ def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[De
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Return the devices that no variable, such as CUDA_VISIBLE_DEVICES, hides."""
+    """Return the devices that aren't hidden by a variable such as CUDA_VISIBLE_DEVICES."""
     if not devices or devices[0].host:
         return devices
     # an environment variable may hide some GPUs from frameworks

@@ -134,7 +134,7 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
     """Parse a part of a request that doesn't name a kind of devices.
 
-    It is a device id, or a further index of the term before, such as the 2 in `gpu:0,2`. Raises
+    It is a device id, or another index for the previous term, such as the 2 in `gpu:0,2`. Raises
     RequestError if it is neither.
     """
     if "-" in body:

@@ -59,7 +59,10 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """The device's id, after its host's name in a Ray cluster. It is unique in the cluster."""
+        """The device's id, preceded by its host's name in a Ray cluster.
+
+        It is unique in the cluster.
+        """
         return f"{self.host}/{self.id}" if self.host else self.id
 
     @property

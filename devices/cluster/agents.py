@@ -175,7 +175,7 @@ class Agent:
             self.finish(self.begin("drop", name), CLOSE_SECONDS)
 
     def restart(self, generation: int) -> bool:
-        """Start a new actor after a failure, and create again the objects that the old one kept.
+        """Start a new actor after a failure, and recreate the objects that the old actor kept.
 
         `generation` is what `self.generation` was when the failed call began. If it has changed,
         another thread has already restarted the actor, and nothing is done. Returns False if the

@@ -85,7 +85,7 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
 
 
 def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
-    """Return the parts of a request for each host, by the host's address.
+    """Return the parts of a request for each host, keyed by the host's address.
 
     A term for all hosts, such as `ray/gpu:0`, is assigned to each node. Raises `RequestError` if a
     term names a host that isn't in the cluster.

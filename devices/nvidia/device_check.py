@@ -14,7 +14,7 @@ VALUE = 0x5EED
 
 
 def check_gpu(cuda: ctypes.CDLL) -> bool:
-    """Fill 4 MiB of the first visible GPU's memory, and return True if they read back correctly.
+    """Fill 4 MiB of the first visible GPU's memory, and return True if it reads back correctly.
 
     `cuda` is the driver's library.
     """

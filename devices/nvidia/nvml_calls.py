@@ -137,9 +137,9 @@ class Batch:
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Read these metrics, and return NVML's return code and the value of each.
+        """Read the metrics in `due`, and return NVML's return code and the value of each.
 
-        Subclasses implement it. A metric that is left out keeps its last value.
+        Subclasses implement it. A metric that is missing from the result keeps its last value.
         """
         raise NotImplementedError
 

@@ -149,8 +149,8 @@ def list_gpus() -> Listing:
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
     """Return the handles of all GPUs and MIG instances, and the errors of GPUs that failed.
 
-    The errors are by index. A GPU in MIG mode is replaced by its instances, which are numbered
-    after the other GPUs. Raises `NVMLError` if the GPUs can't be counted.
+    The errors are keyed by GPU index. A GPU in MIG mode is replaced by its instances, which are
+    numbered after the other GPUs. Raises `NVMLError` if the GPUs can't be counted.
     """
     whole: list[GpuHandle] = []
     instances: list[tuple[Handle, Handle]] = []

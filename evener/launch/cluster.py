@@ -231,7 +231,7 @@ def _find_failure(parts: Sequence[RemoteLaunch]) -> int:
 def _check_head(answered: float) -> float:
     """Check every few seconds that Ray's head answers, and return the time of its last answer.
 
-    `answered` is the time of the answer before, in seconds of the monotonic clock. Raises
+    `answered` is the time of the previous answer, in seconds of the monotonic clock. Raises
     DeviceError if there has been no answer for HEAD_SILENT_SECONDS.
     """
     now = time.monotonic()

@@ -73,7 +73,10 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file that lets the ranks after the first one start, or None if all start at once."""
+        """The file whose creation lets the other ranks start after the first one.
+
+        None if all ranks start at once.
+        """
         # the first rank creates the file when its program creates a process group together with the
         # other ranks
         several = self.executable and len(self.processes) > 1
@@ -94,7 +97,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The prefixes of the processes' output lines, or () for a single process.
+        """The prefix for the output lines of each process, or () for a single process.
 
         A prefix is the process's rank or, if there are several hosts, its device.
         """
@@ -115,7 +118,7 @@ class HostJob(msgspec.Struct, frozen=True):
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
     def with_process_per_device(self) -> HostJob:
-        """Return the same job with one process for each device, as a TensorFlow worker."""
+        """Return the same job, but with a separate process for each device: a TensorFlow worker."""
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = assign_devices(
             [device for process in self.processes for device in process], one_process=False

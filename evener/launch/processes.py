@@ -213,7 +213,7 @@ def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
 
 
 def _single_rank_environment(job: HostJob) -> dict[str, str]:
-    """Return the environment variables for a single PyTorch process that no agent starts."""
+    """Return the environment variables for a single PyTorch process that runs without the agent."""
     # importing the agent takes two seconds
     address = _find_address()
     attempt = str(job.attempt)

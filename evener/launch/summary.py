@@ -200,7 +200,10 @@ def _speed(record: LiveRecord) -> float:
 
 
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
-    """Return a device's measurements over the whole training run, or else over its last steps."""
+    """Return a device's measurements over the whole training run.
+
+    If these are unknown, the measurements are over its last steps.
+    """
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
 
@@ -296,7 +299,7 @@ def _describe_share(rank: RankSummary) -> str:
 
 
 def _describe_device(rank: RankSummary) -> str:
-    """Describe a device whose rows come from no DataLoader, so that its share is unknown."""
+    """Describe a device whose share is unknown, because its rows don't come from a DataLoader."""
     return f"device: {rank.device}{_describe_own_work(rank)}"
 
 

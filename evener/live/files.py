@@ -125,7 +125,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveRecord(Details, frozen=True):
-    """The state of a training process: its speed, its devices and what it does now."""
+    """The state of a training process: its speed, its devices and what it is doing now."""
 
     framework: Text
     workload: Text

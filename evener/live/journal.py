@@ -270,7 +270,7 @@ class TrainingJournal:
     def due_at(self) -> float:
         """When `count` has to be called next, in seconds of the monotonic clock.
 
-        A window of steps ends then, or the CPU's speed has to be measured.
+        At that time, a window of steps ends or the CPU's speed has to be measured.
         """
         return min(self.window_ends_at, self._core.due_at)
 
@@ -286,7 +286,7 @@ class TrainingJournal:
         self._noted.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
 
     def _write_noted(self) -> None:
-        """Write the stored entries, if the journal has begun."""
+        """Write the stored entries, if the journal has been started."""
         if not self._began:
             return
         for entry in self._noted:

@@ -131,7 +131,7 @@ class _Cores:
         self._update(LAST_CORE_SECONDS)
 
     def _update(self, seconds: float) -> None:
-        """Measure again, if the last measurement is at least `seconds` seconds ago."""
+        """Measure again, unless the last measurement is less than `seconds` seconds old."""
         now = time.monotonic()
         if now >= self._read_at + seconds:
             self._read_at = now
@@ -350,7 +350,7 @@ class Reporter:
         return _Counts(now, self._samples, self._tokens, self._padded)
 
     def _recent_rates(self, now: float) -> tuple[float, float, float] | None:
-        """Return samples/s, tokens/s and the fraction of padding over the last seconds.
+        """Return samples/s, tokens/s and the fraction of padding over the last few seconds.
 
         The first call returns None, because a rate needs two points in time.
         """

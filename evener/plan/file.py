@@ -299,7 +299,7 @@ def _ordered(plan: Plan) -> dict[str, Any]:
 
 
 def with_current_schema(plan: Plan) -> Plan:
-    """Convert a plan to the schema in which plans are written today."""
+    """Convert a plan to the schema in which evener now writes it."""
     # old journals contain plans of schema 1
     sharded = any(
         layout.traits.sharded

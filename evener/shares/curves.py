@@ -45,7 +45,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_token_length_s: float
 
     def seconds(self, rows: int, length: int) -> float:
-        """Return how many seconds a pass of `rows` rows takes, padded to `length` tokens each."""
+        """Return how many seconds a pass of `rows` rows takes, each padded to `length` tokens."""
         return self.fixed_s + rows * self.row_seconds(length)
 
     def row_seconds(self, length: int) -> float:
@@ -59,7 +59,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [length * (token + token_length * length) for length in lengths]
 
     def seconds_for(self, work: Work) -> float:
-        """Return how long passes with these numbers of tokens take, in seconds."""
+        """Return how long the passes that `work` describes take, in seconds."""
         passes = self.fixed_s * work.passes
         return (
             passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths

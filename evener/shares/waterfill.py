@@ -175,7 +175,7 @@ def smallest_reaching(
 
     `costs[k]` is the time in seconds of a gradient exchange among k devices. Shares are multiples
     of `quantum` rows. Returns None if no global batch up to `limit`, on at least `min_devices`
-    devices, is as fast.
+    devices, reaches the rate.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found: list[Allocation] = []

@@ -74,7 +74,7 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 
 def whole_number(value: object) -> int | None:
-    """Return a value as an int, or None if it is a bool or no integer.
+    """Return a value as an int, or None if it is a bool or isn't an integer.
 
     Integers of NumPy and PyTorch are accepted.
     """

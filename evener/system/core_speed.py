@@ -23,7 +23,7 @@ SAMPLE_SECONDS = 0.1  # minimum time between two samples
 
 @cache
 def name_product() -> str:
-    """Return the library that computes the matrix product, with its version.
+    """Return the name and version of the library that computes the matrix product.
 
     Returns "" if NumPy isn't loaded.
     """

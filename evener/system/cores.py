@@ -132,7 +132,8 @@ Groups = tuple[tuple[int, ...], ...]
 def allowed_cpus() -> tuple[int, ...]:
     """Return the logical CPUs that this process may use.
 
-    If a container has a CPU quota, only as many CPUs are returned.
+    If the container has a smaller CPU quota, only that many CPUs are returned: the quota is rounded
+    down, but to no less than one.
     """
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     quota = container_cpus()

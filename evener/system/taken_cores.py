@@ -1,9 +1,9 @@
 """Measure how long a process waits for CPU cores, and name the programs that use them.
 
-Linux counts how long each thread ran, and how long it was ready to run but had no core
-(/proc/PID/task/TID/schedstat, which the process's own user can read). It also counts how long a
-hypervisor gave each core to other machines (steal time). Without these counters, as on other
-systems and in some containers, all times are 0.
+Linux counts how long each thread ran, and how long it was ready to run but had no core. A process's
+owner can read these times in /proc/PID/task/TID/schedstat. Linux also counts how long a hypervisor
+gave each core to other machines (steal time). Without these counters, as on other systems and in
+some containers, all times are 0.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the CPU seconds that others used between two readings, or inf if unknown."""
+    """Return the CPU seconds that others took between two readings, or inf if unknown.
+
+    Others are other processes, the hypervisor and the container's CPU quota.
+    """
     if not last.busy_s:
         return math.inf
     others_s = (last.busy_s - before.busy_s) - (last.ran_s - before.ran_s)
@@ -181,7 +184,7 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
     """Return how long the container's CPU quota has stopped its processes so far, in seconds.
 
-    If there are several quotas, it is the longest of their times. Returns 0 if unknown.
+    If there are several quotas, the longest of these times is returned. Returns 0 if unknown.
     """
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):

@@ -9,7 +9,7 @@ _WRITTEN = b"wchar:"
 
 
 class ThreadWrites:
-    """Counts the bytes that a thread writes: the thread in which this object is created."""
+    """Counts the bytes written by the thread that creates this object."""
 
     def __init__(self) -> None:
         self._descriptor = -1

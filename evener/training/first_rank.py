@@ -62,7 +62,7 @@ def is_released() -> bool:
 
 
 def release_others() -> None:
-    """Let the other ranks, which wait for this one, start. Only the first rank calls this."""
+    """Let the other ranks start. Only the first rank calls this, while the others wait."""
     path = os.environ.get(RELEASE)
     if path:
         with suppress(OSError):  # the launcher may have ended

@@ -250,7 +250,8 @@ def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
     """Subtract the time lost to heat, power limits or other processes, if the part is unequal work.
 
     The other ranks wait for a slowed device, so unequal work includes these losses. They are also
-    parts of their own, and would count twice. Parts of other kinds are returned unchanged.
+    listed as separate parts, so they would otherwise count twice. Parts of other kinds are returned
+    unchanged.
     """
     if part.kind is not LimitKind.UNEQUAL:
         return part

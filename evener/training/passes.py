@@ -152,9 +152,9 @@ class PassLimit:
     def count_failure(self, rows: int, min_rows: int, memory_use: str) -> None:
         """Record that a pass of `rows` rows ran out of memory.
 
-        `min_rows` is the smallest size of a pass. `memory_use` says in the error message what uses
-        the memory. Raises DeviceError after 20 consecutive failures of passes that are too small to
-        divide.
+        `min_rows` is the smallest size of a pass. `memory_use` describes what uses the memory, for
+        the error message. Raises DeviceError after 20 consecutive failures of passes that are too
+        small to divide.
         """
         if rows < 2 * min_rows:
             self._failures += 1

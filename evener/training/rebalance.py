@@ -503,7 +503,7 @@ class Rebalancer:
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
         """Return how much faster recent windows would have been with new shares, as a fraction.
 
-        `seconds` are the ranks' compute times that the curves predict for the new shares.
+        `seconds` are the compute times that the curves predict for each rank with the new shares.
         """
         rest = math.fsum(window.rest_s for window in windows)
         before, after = (
@@ -670,7 +670,7 @@ def _is_past_half(factor: float, usual: float, shift: float) -> bool:
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """Return True if a curve wasn't measured, but is the default one, proportional to rows."""
+    """Return True if a curve is the default one, proportional to rows, and wasn't measured."""
     return curve.batches == (0.0,) and curve.times == (0.0,)
 
 

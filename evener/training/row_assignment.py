@@ -145,7 +145,7 @@ class AssignmentSearch:
         yield len(self._lengths)
 
     def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
-        """Assign the first `rows` rows in blocks, so that each rank gets consecutive rows.
+        """Assign the first `rows` rows in consecutive blocks, one for each rank.
 
         A new pass begins at each row index in `stops`. Returns None if the rows don't fit in the
         ranks' memory.
@@ -167,10 +167,11 @@ class AssignmentSearch:
     def _fill_blocks(
         self, rows: int, stops: Sequence[int], limit: float
     ) -> PartialAssignment | None:
-        """Assign the first `rows` rows in blocks, so that each rank finishes in `limit` seconds.
+        """Assign the first `rows` rows in consecutive blocks, one for each rank.
 
-        Each rank gets consecutive rows. It begins a new pass at each row index in `stops`, and
-        where its memory requires it. Returns None if the ranks can't finish in time.
+        Each rank has to finish its block within `limit` seconds. It begins a new pass at each row
+        index in `stops`, and where its memory requires it. Returns None if the ranks can't finish
+        in time.
         """
         # One rank after another is filled, until the next row would exceed `limit` seconds.
         partial, row, run = PartialAssignment(len(self._ranks)), 0, 0

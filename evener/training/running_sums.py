@@ -60,7 +60,7 @@ class RunningSums:
                 self._ends.popleft()
 
     def take_fast_step(self) -> float:
-        """Return the 5th percentile of the times of the steps since the last call, in seconds.
+        """Return the 5th percentile of the step times since the last call, in seconds.
 
         Returns 0 if there were no steps.
         """

@@ -208,7 +208,7 @@ class _Finder:
         )
 
     def _find_lead(self, rank: int) -> float:
-        """Return how much longer than any other rank this rank is busy, in seconds per step.
+        """Return how much longer this rank is busy than any other rank, in seconds per step.
 
         The result is negative if another rank is busy for longer.
         """
@@ -221,7 +221,7 @@ class _Finder:
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return the error margin, in seconds, for the rest of a step after a remedy.
+    """Return the error margin, in seconds, of how long a step takes after a remedy.
 
     The remedy removes `seconds` from the step.
     """

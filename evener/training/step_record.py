@@ -93,7 +93,7 @@ class StepRecord:
     ) -> None:
         """Add a step's compute time and its whole duration in seconds; NaN if unknown.
 
-        `disturbed` says that the step was slow for some other reason, such as a check of the loss.
+        `disturbed` is True if the step was slow for another reason, such as a check of the loss.
         """
         # a disturbed step counts only if there are too few others
         if self._now is None or shares != self._now.shares:

@@ -44,7 +44,7 @@ class StepSums(msgspec.Struct, frozen=True):
 
     @property
     def all_between_s(self) -> float:
-        """Total time from the end of a gradient exchange to the next step, in seconds."""
+        """Total time from the end of each gradient exchange to the next step, in seconds."""
         return self.update_s + self.files_s + self.validation_s + self.between_s
 
     @property
