@@ -411,12 +411,12 @@ def _start_agents(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
     ]
 
 
-def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
+def describe_host(own_host: str, hosts: Sequence[str]) -> HostReport:
     """Check this host of a cluster, including its network interface to the other hosts.
 
-    `own` is the name of this host, and `hosts` are the names of all hosts of the cluster.
+    `own_host` is the name of this host, and `hosts` are the names of all hosts of the cluster.
     """
-    others = [host for host in hosts if host != own]
+    others = [host for host in hosts if host != own_host]
     network = (_check_interface(others[0]),) if others else ()
     return HostReport((*check_machine(), *network), describe_versions())
 

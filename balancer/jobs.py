@@ -391,39 +391,39 @@ def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
     )
 
 
-def _find_knobs(job: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
+def _find_knobs(job: Job, names: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
     """Return the options that can be tried with this job, and messages about those that can't."""
-    if not tried:
+    if not names:
         return (), ()
     if job.machine is not None:
         why = "Simulated devices have no XLA, other precisions or loaders; --try was left out."
         return (), (why,)
     notes: list[str] = []
-    if WORKERS in tried and job.framework == "tensorflow":
+    if WORKERS in names and job.framework == "tensorflow":
         notes.append(
             "--try workers was left out: tf.data fetches rows by threads of its own; give "
             "dataset.map num_parallel_calls=tf.data.AUTOTUNE, and end with "
             "prefetch(tf.data.AUTOTUNE)."
         )
-    elif WORKERS in tried and ":" not in job.workload:
+    elif WORKERS in names and ":" not in job.workload:
         notes.append(
             "--try workers was left out: the rows of a built-in workload are in memory already."
         )
-    able = [word for word in tried if not (notes and word == WORKERS)]
+    able = [word for word in names if not (notes and word == WORKERS)]
     return tuple(chain.from_iterable(KNOBS[word] for word in able)), tuple(notes)
 
 
-def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
+def _choose(option: str, values: Sequence[str], allowed: Sequence[str]) -> list[str]:
     """Return the values that the user gave for a command-line option, in the order of `allowed`.
 
     Raises RequestError for a value that isn't allowed.
     """
-    for word in words:
+    for word in values:
         if word not in allowed:
             raise RequestError(
                 f"{option} {word!r} is not known.", f"Choose from {', '.join(allowed)}."
             )
-    return [word for word in allowed if word in words]
+    return [word for word in allowed if word in values]
 
 
 def _find_placements(job: Job) -> tuple[Placement, ...]:

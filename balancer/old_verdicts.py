@@ -50,9 +50,9 @@ def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
     return upgraded
 
 
-def _rename(part: Any, old: str, new: str) -> None:
+def _rename(value: Any, old: str, new: str) -> None:
     """Rename a key in an object, or in each object of a list; other values are ignored."""
-    objects = part if isinstance(part, list) else [part]
+    objects = value if isinstance(value, list) else [value]
     for each in objects:
         if isinstance(each, dict) and old in each:
             each[new] = each.pop(old)

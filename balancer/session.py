@@ -272,16 +272,16 @@ class Session(EventThread):
             alarm.start()
         return alarms
 
-    def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
+    def _stop_late_probes(self, spared_phases: tuple[str, ...] = ()) -> None:
         """Stop probes that are still running after the budget is spent, which ends the search.
 
-        Nothing is stopped if a probe is in one of the phases in `spared`.
+        Nothing is stopped if a probe is in one of the phases in `spared_phases`.
         """
         # wait until the workload is built, so that errors in the user's code are reported
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
                 return
-        if not any(one.phase in spared for one in tuple(self._running.values())):
+        if not any(one.phase in spared_phases for one in tuple(self._running.values())):
             self._late = True
             self._halt.set()
 

@@ -117,13 +117,13 @@ def _fails_everywhere(observations: Sequence[Observation]) -> bool:
     return len(raised) == len(observations) and len(errors) == 1
 
 
-def _locate_workload(workload: str, why: str) -> str:
+def _locate_workload(workload: str, reason: str) -> str:
     """Return words that point to the user's function or class that builds the model.
 
-    Returns "" if `why` already names a line of that file, or if the file can't be read.
+    Returns "" if `reason` already names a line of that file, or if the file can't be read.
     """
     file, _, name = workload.rpartition(":")
-    if not file.endswith(".py") or f"{Path(file).name}:" in why:
+    if not file.endswith(".py") or f"{Path(file).name}:" in reason:
         return ""
     try:
         tree = ast.parse(Path(file).read_text())
@@ -321,26 +321,26 @@ def _find_smallest(observations: Sequence[Observation]) -> dict[int, Failed | Ou
     return smallest
 
 
-def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
-    layout = seen.probe.layout
+def _describe(position: int, failure: Failed | OutOfMemory, device: Device) -> str:
+    layout = failure.probe.layout
     samples = f"{write_share(layout.shares[position], layout.pass_rows[position])} samples"
-    if isinstance(seen, OutOfMemory):
+    if isinstance(failure, OutOfMemory):
         return f"{device.label} ran out of memory with {samples}"
-    return f"{device.label} failed with {samples}{_join_phase(_describe_reason(seen, device))}"
+    return f"{device.label} failed with {samples}{_join_phase(_describe_reason(failure, device))}"
 
 
-def _join_phase(why: str) -> str:
+def _join_phase(reason: str) -> str:
     """Return the reason for a failure in a form that can be appended to a sentence.
 
     The result is " while building: …" or similar. If the reason doesn't begin with a phase, the
     result is ", …".
     """
-    phase, colon, rest = why.partition(": ")
-    return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
+    phase, colon, rest = reason.partition(": ")
+    return f" while {phase}: {rest}" if colon and phase in PHASES else f", {reason}"
 
 
-def _describe_reason(seen: Failed, device: Device) -> str:
-    return seen.detail.removeprefix(f"{device.label}, ").rstrip(".")
+def _describe_reason(failure: Failed, device: Device) -> str:
+    return failure.detail.removeprefix(f"{device.label}, ").rstrip(".")
 
 
 def _explain_too_large(

@@ -405,11 +405,11 @@ def _describe_rival(
     compared: ComparedLayout,
     name: str,
     labels: Sequence[str],
-    alone: Sequence[ComparedLayout],
+    singles: Sequence[ComparedLayout],
 ) -> Rival:
     """Return the verdict's entry for a layout that the plan is compared with.
 
-    `name` is the layout's name, and `labels` are the names of all devices. `alone` has all
+    `name` is the layout's name, and `labels` are the names of all devices. `singles` has all
     measurements of single devices. If the layout uses a single device, and that device was faster
     in another of these measurements, the entry says so.
     """
@@ -420,7 +420,7 @@ def _describe_rival(
         kind = "knobs"
     earlier = [
         other.throughput.value
-        for other in alone
+        for other in singles
         if layout.traits.alone
         and other.layout.active == layout.active
         and other.layout.global_batch == layout.global_batch
@@ -574,20 +574,20 @@ def _map_rates_alone(
 
 
 def _find_cause_of_lost_time(
-    lost: float, by_share: float, by_exchange: float
+    lost_seconds: float, share_seconds: float, exchange_seconds: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
     """Return why the devices are slower together than the sum of the speeds they reach alone.
 
-    - `lost`: the seconds to explain.
-    - `by_share`: seconds lost because the device with the most rows computes small, inefficient
-      batches.
-    - `by_exchange`: seconds of gradient exchange.
+    - `lost_seconds`: the time to explain.
+    - `share_seconds`: the time lost because the device with the most rows computes small,
+      inefficient batches.
+    - `exchange_seconds`: the time of gradient exchange.
     """
-    if by_share >= COVERS * lost:
+    if share_seconds >= COVERS * lost_seconds:
         return "longest_part"
-    if by_exchange >= COVERS * lost:
+    if exchange_seconds >= COVERS * lost_seconds:
         return "exchange"
-    if by_share > 0 and by_share + by_exchange >= COVERS * lost:
+    if share_seconds > 0 and share_seconds + exchange_seconds >= COVERS * lost_seconds:
         return "both"
     return "unexplained"
 
@@ -820,7 +820,7 @@ def _find_ran_out(
         )
 
 
-def _find_overruns(end: SearchEnd, seen: Sequence[Observation]) -> tuple[Unfinished, ...]:
+def _find_overruns(end: SearchEnd, observations: Sequence[Observation]) -> tuple[Unfinished, ...]:
     """Return the probes whose start-up took unusually long and hadn't ended when the search ended.
 
     Their time so far is compared with the start-up of other probes. So probes that had only just
@@ -829,7 +829,7 @@ def _find_overruns(end: SearchEnd, seen: Sequence[Observation]) -> tuple[Unfinis
     # a probe that ran out of memory doesn't say when its start ended
     starts = [
         one.start_seconds if isinstance(one, Timed) else one.elapsed_seconds
-        for one in seen
+        for one in observations
         if not isinstance(one, Failed)
     ]
     longest = max(starts, default=0.0)

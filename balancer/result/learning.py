@@ -43,13 +43,13 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
     return None if found == Learning(batch) else found
 
 
-def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
+def _find_worth(scale: NoiseScale, own_batch: int | None, report: SearchReport) -> Learning:
     """Return how much each sample of the recommended batch contributes to learning.
 
     The contribution is relative to that of a sample in a very small batch. The result also has it
-    for other measured batches. `own` is the batch size of the user's script, or None. If the speed
-    at that size is known, the result compares the two sizes: their speeds, and the samples that
-    each needs to reach the same loss.
+    for other measured batches. `own_batch` is the batch size of the user's script, or None. If the
+    speed at that size is known, the result compares the two sizes: their speeds, and the samples
+    that each needs to reach the same loss.
     """
     chosen = report.chosen
     batch = chosen.layout.global_batch
@@ -57,12 +57,12 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
         efficiency(batch, each) for each in (scale.safe_rows, scale.low, scale.high)
     )
     found = Learning(batch, scale, (value, low, high), _find_frontier(scale, report))
-    if scale.high >= ENDLESS or own is None or own == batch or not report.own_rate:
+    if scale.high >= ENDLESS or own_batch is None or own_batch == batch or not report.own_rate:
         return found
-    low, high = sorted(extra_rows(own, batch, each) for each in (scale.low, scale.high))
+    low, high = sorted(extra_rows(own_batch, batch, each) for each in (scale.low, scale.high))
     return msgspec.structs.replace(
         found,
-        extra_samples=(extra_rows(own, batch, scale.rows), low, high),
+        extra_samples=(extra_rows(own_batch, batch, scale.rows), low, high),
         relative_speed=chosen.throughput.value / report.own_rate,
     )
 

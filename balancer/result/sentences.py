@@ -285,35 +285,35 @@ def _interval(measured: MeasuredRate) -> Interval:
     return Interval(measured.samples_per_second, measured.low, measured.high)
 
 
-def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
+def _write_gain(verdict: Verdict, rival: Rival, rival_name: str) -> str:
     """Return how much faster the plan is than a layout, such as "+20 % over equal shares".
 
-    `over` is the other layout's name in the sentence.
+    `rival_name` is the other layout's name in the sentence.
     """
     if not rival.rate.known or rival.gain is None:
         are = "are" if rival.kind == "equal_shares" else "is"
-        return f"{over} {are} too uncertain to compare ({write_error(rival.rate)})"
+        return f"{rival_name} {are} too uncertain to compare ({write_error(rival.rate)})"
     if rival.tie:
-        return _write_tie(rival, over)
+        return _write_tie(rival, rival_name)
     in_turn = f" ({ALTERNATELY})" if rival.paired else ""
     error = _write_gain_error(verdict, rival)
     if error and rival.difference is not None and _half_width(rival.difference) >= abs(rival.gain):
-        return _write_rough_gain(rival.difference, over)
+        return _write_rough_gain(rival.difference, rival_name)
     size_of_gain = percent(abs(rival.gain), 0 if abs(rival.gain) >= 0.01 else 1)
     if rival.gain < 0:
-        return f"{size_of_gain}{error} slower than {over}{in_turn}"
-    return f"+{size_of_gain}{error} over {over}{in_turn}"
+        return f"{size_of_gain}{error} slower than {rival_name}{in_turn}"
+    return f"+{size_of_gain}{error} over {rival_name}{in_turn}"
 
 
-def _write_rough_gain(difference: RateGap, over: str) -> str:
+def _write_rough_gain(difference: RateGap, rival_name: str) -> str:
     """Return a gain that is only roughly known, such as "at least 2 % over equal shares".
 
-    If the gain may be less than 1 %, the result says that it isn't certain. `over` is the other
-    layout's name in the sentence.
+    If the gain may be less than 1 %, the result says that it isn't certain. `rival_name` is the
+    other layout's name in the sentence.
     """
     if difference.low >= 0.01:
-        return f"at least {percent(difference.low, 0)} over {over}"
-    return f"whether it is faster than {over} isn't certain"
+        return f"at least {percent(difference.low, 0)} over {rival_name}"
+    return f"whether it is faster than {rival_name} isn't certain"
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
@@ -338,20 +338,20 @@ def _half_width(difference: RateGap) -> float:
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
 
-def _write_tie(rival: Rival, over: str) -> str:
+def _write_tie(rival: Rival, rival_name: str) -> str:
     """Describe the difference between the plan and a layout that ties with it, including its error.
 
-    `over` is the layout's name in the sentence.
+    `rival_name` is the layout's name in the sentence.
     """
     gap = rival.difference
     if gap is None:  # from an older version
-        return f"as fast as {over}"
+        return f"as fast as {rival_name}"
     why = _write_why_equal(gap)
     if abs(gap.value) < EXACT:
-        return f"as fast as {over} ± {write_half(_half_width(gap))} ({why})"
+        return f"as fast as {rival_name} ± {write_half(_half_width(gap))} ({why})"
     size_of_gap = percent(abs(gap.value), 1)
     word = "faster" if gap.value > 0 else "slower"
-    return f"{size_of_gap} {word} than {over} ± {write_half(_half_width(gap))} ({why})"
+    return f"{size_of_gap} {word} than {rival_name} ± {write_half(_half_width(gap))} ({why})"
 
 
 def _write_why_equal(gap: RateGap) -> str:

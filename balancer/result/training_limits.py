@@ -416,13 +416,13 @@ def _list_passes(observations: Sequence[Observation], position: int) -> list[tup
 
 
 def _seconds_saved_by_one_pass(
-    known: Sequence[tuple[int, float]], passes: int, on_cpu: bool
+    measured_passes: Sequence[tuple[int, float]], passes: int, on_cpu: bool
 ) -> tuple[float, float]:
     """Return the seconds saved by one pass instead of several, and the error of this estimate.
 
-    `known` has the rows and the seconds of two measured passes.
+    `measured_passes` has the rows and the seconds of two measured passes.
     """
-    (few, few_s), (many, many_s) = known
+    (few, few_s), (many, many_s) = measured_passes
     now_s = passes * many_s
     if on_cpu or many > FEW_ROWS:
         # a pass takes a fixed time plus a time for each row
