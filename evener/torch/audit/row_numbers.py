@@ -8,15 +8,17 @@ count. Here rows have different random numbers, and each row keeps its own in an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...training.audit import LOSS, LOSS_SAFETY, floor
+from ...training.audit import LOSS, LOSS_SAFETY, GradientDifference, floor
 from .compute import GradientSketcher, Piece
 from .randomness import SEED, EvenRandomness, draw_equal_rows
 from .rows import FewRows
-from .step import Computations
+
+if TYPE_CHECKING:
+    from .step import Computations
 
 APART = 7919  # between the seeds of two rows
 
@@ -30,10 +32,13 @@ class RowRandomness(EvenRandomness):
     - `rows`: row count of the pass.
     - `by_row`: indices of those random operations in the pass that have an entry for each row. The
       other operations give every row the same numbers.
+    - `disturbance`: as in EvenRandomness.
     """
 
-    def __init__(self, first: int, rows: int, by_row: frozenset[int] = frozenset()) -> None:
-        super().__init__()
+    def __init__(
+        self, first: int, rows: int, by_row: frozenset[int] = frozenset(), disturbance: int = 0
+    ) -> None:
+        super().__init__(disturbance)
         self._first, self._rows, self._by_row = first, rows, by_row
         self.may_be_by_row: set[int] = set()  # draws that have as many entries as there are rows
 
@@ -85,6 +90,14 @@ def _cut(argument: Any, is_size: bool, row: int, rows: int) -> Any:
     return argument
 
 
+class _Pass(NamedTuple):
+    """A pass, with the index of its first row and its row count."""
+
+    piece: Piece
+    first: int
+    rows: int
+
+
 def find_loss_by_rows(
     sketcher: GradientSketcher, computations: Computations, few: FewRows
 ) -> tuple[float, float] | None:
@@ -93,42 +106,77 @@ def find_loss_by_rows(
     Return both losses if they differ, else None. The result is also None if no random operation has
     an entry for each row. `sketcher` has to compute only losses.
     """
-    passes = [
-        (piece, first, rows)
-        for computation, sizes in (
-            (computations.reference, few.even_sizes),
-            (computations.trained, few.sizes),
-        )
-        for piece, first, rows in _add_positions(computation, sizes)
-    ]
-    count = len(computations.reference)
     with sketcher.open():
-        noted = [RowRandomness(first, rows) for _, first, rows in passes]
-        for mode, (piece, _, _) in zip(noted, passes, strict=True):
-            sketcher.sketch([piece], modes=[mode])
-        by_row = frozenset(set.intersection(*(mode.may_be_by_row for mode in noted)))
-        if not by_row or len({rows for _, _, rows in passes}) < 2:
-            return None
-        found = [
-            sketcher.sketch([piece], modes=[RowRandomness(first, rows, by_row)])
-            for piece, first, rows in passes
-        ]
-    right = sum(each.loss for each in found[:count])
-    own = sum(each.loss for each in found[count:])
-    allowed = LOSS_SAFETY * max(floor(each.kinds.get(LOSS, "float32")) for each in found)
+        found = _compare_losses(
+            sketcher,
+            _list_passes(computations.reference, few.even_sizes),
+            _list_passes(computations.trained, few.sizes),
+        )
+    return None if found is None else found.losses
+
+
+def _compare_losses(
+    sketcher: GradientSketcher, reference: Sequence[_Pass], trained: Sequence[_Pass]
+) -> GradientDifference | None:
+    """Compare the loss of two computations with different random numbers for each row.
+
+    The result is None if they agree, or if they can't be compared.
+    """
+    if not (reference and trained):
+        return None
+    by_row = _find_draws_by_row(sketcher, [*reference, *trained])
+    if not by_row:
+        return None
+    right, precision = _sum_losses(sketcher, reference, by_row)
+    own, own_precision = _sum_losses(sketcher, trained, by_row)
+    scale = max(abs(right), abs(own))
+    allowed = LOSS_SAFETY * max(precision, own_precision)
     # a loss that isn't finite compares with nothing
-    is_other = abs(own - right) > allowed * max(abs(right), abs(own))
-    return (right, own) if is_other else None
+    if not abs(own - right) > allowed * scale:
+        return None
+    return GradientDifference(LOSS, abs(own - right) / scale, allowed, right, own, (right, own))
 
 
-def _add_positions(
-    computation: Sequence[Piece], sizes: Sequence[int]
-) -> list[tuple[Piece, int, int]]:
-    """Return each pass of a computation with the index of its first row and its row count.
+def _find_draws_by_row(sketcher: GradientSketcher, passes: Sequence[_Pass]) -> frozenset[int]:
+    """Return the indices of the random operations that have an entry for each row in all passes.
 
-    `sizes` has the row count of each pass.
+    There are none if all passes have the same number of rows, as that may be chance.
+    """
+    if len({each.rows for each in passes}) < 2:
+        return frozenset()
+    noted = [RowRandomness(each.first, each.rows) for each in passes]
+    for mode, each in zip(noted, passes, strict=True):
+        sketcher.sketch([each.piece], modes=[mode])
+    return frozenset(set.intersection(*(mode.may_be_by_row for mode in noted)))
+
+
+def _sum_losses(
+    sketcher: GradientSketcher,
+    passes: Sequence[_Pass],
+    by_row: frozenset[int],
+    disturbance: int = 0,
+) -> tuple[float, float]:
+    """Return the sum of the passes' losses, and the precision of the types they are computed in.
+
+    The precision is a relative difference by which gradients may differ. `disturbance` is that of
+    RowRandomness.
+    """
+    found = [
+        sketcher.sketch(
+            [each.piece], modes=[RowRandomness(each.first, each.rows, by_row, disturbance)]
+        )
+        for each in passes
+    ]
+    precision = max(floor(each.kinds.get(LOSS, "float32")) for each in found)
+    return sum(each.loss for each in found), precision
+
+
+def _list_passes(computation: Sequence[Piece], sizes: Sequence[int]) -> list[_Pass]:
+    """Return the passes of a computation with their rows.
+
+    `sizes` has the row count of each pass. The result is [] if that isn't the number of passes.
     """
     if len(computation) != len(sizes):
         return []
     firsts = [sum(sizes[:place]) for place in range(len(sizes))]
-    return list(zip(computation, firsts, sizes, strict=True))
+    return list(map(_Pass, computation, firsts, sizes))
