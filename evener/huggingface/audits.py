@@ -16,7 +16,14 @@ from typing import Any
 from ..errors import RequestError
 from ..torch.audit.compute import GradientSketcher, Piece
 from ..torch.audit.rows import FewRows
-from ..torch.audit.step import AuditChange, Audited, Computation, Computations, audit
+from ..torch.audit.step import (
+    AuditChange,
+    Audited,
+    Computation,
+    Computations,
+    WholeShares,
+    audit,
+)
 from ..torch.rows.structure import cut_rows
 from ..torch.shards.make import trains_shards_only
 from ..torch.step.wrapped import is_sharded
@@ -122,11 +129,22 @@ class TrainerComputations:
             changes["passes"] = AuditChange(by_shares(few_rows.parts))
         if few_rows.cut is not None and few_rows.cut is not few_rows.parts:
             changes["collation"] = AuditChange(by_shares(few_rows.cut, max_rows=max_rows))
-        reference = (
-            self._average_equal_parts(few_rows) if follows_launcher else self.at_once(few_rows)
+        whole, even = self.at_once(few_rows), few_rows.even
+        even_cut = even if few_rows.even_cut is None else few_rows.even_cut
+        shares = WholeShares(
+            self._average_equal_parts(even_cut) if follows_launcher else whole,
+            few_rows.even_sizes if follows_launcher else (few_rows.rows,),
+            by_shares(few_rows.parts if few_rows.cut is None else few_rows.cut),
+            few_rows.sizes,
         )
         return Computations(
-            reference, trained, changes, few_rows.sizes, few_rows.digest, few_rows.pads
+            self._average_equal_parts(even) if follows_launcher else whole,
+            trained,
+            changes,
+            few_rows.sizes,
+            few_rows.digest,
+            few_rows.pads,
+            shares,
         )
 
     def at_once(
@@ -172,16 +190,16 @@ class TrainerComputations:
             if weight
         ]
 
-    def _average_equal_parts(self, few_rows: FewRows) -> Computation:
+    def _average_equal_parts(self, even: Sequence[Any]) -> Computation:
         """Return the computation of equal parts whose losses are averaged, as under torchrun."""
-        items = self.count_items(few_rows.even)
+        items = self.count_items(even)
         if not self._trainer.args.average_tokens_across_devices:
-            own = [self.count_items([each]) for each in few_rows.even]
+            own = [self.count_items([each]) for each in even]
         else:
-            own = [items] * len(few_rows.even)
+            own = [items] * len(even)
         return [
-            Piece(self._loss(batch, count, PROCESSES), 1.0 / len(few_rows.even))
-            for batch, count in zip(few_rows.even, own, strict=True)
+            Piece(self._loss(batch, count, PROCESSES), 1.0 / len(even))
+            for batch, count in zip(even, own, strict=True)
         ]
 
     def count_items(self, batches: Sequence[Any]) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import torch
 
 from ..errors import RequestError
@@ -407,6 +408,8 @@ class Guard(Recorder):
     def _audit(self, record: LossRecord) -> str:
         def computations(few: FewRows, compute: Compute) -> Computations:
             made = make_launcher_computations(few, lambda part: compute(part.batch, part.rows))
+            # `_find_random_count` looks for a random count
+            made = msgspec.structs.replace(made, shares=None)
             if self.are_sums:
                 made = add_unweighted(made)
             return weigh_gradients(made, few.rows / (2 * record.rows))

@@ -49,7 +49,7 @@ from .audit.replay import Compute, Replayed, audit_record
 from .audit.rows import FEWER, ROWS, FewRows, choose_few_rows, fetch_rows
 from .audit.settings import LossSettings
 from .audit.sketch import name_tensors
-from .audit.step import AuditChange, Audited, Computation, Computations, audit
+from .audit.step import AuditChange, Audited, Computation, Computations, WholeShares, audit
 from .left_out import LeftOutBatches
 from .members import Members
 from .private import default_store
@@ -929,7 +929,9 @@ def make_share_computations(
         changes["count"] = AuditChange(_make_computation(loss, None, few.parts, few.sizes, micro))
     if few.cut is not None and few.cut is not few.parts:
         changes["collation"] = AuditChange(computation(few.cut, few.sizes, micro))
-    return Computations(whole, trained, changes, few.sizes, few.digest, few.pads)
+    cut = few.parts if few.cut is None else few.cut
+    shares = WholeShares(whole, (few.rows,), computation(cut, few.sizes, 0), few.sizes)
+    return Computations(whole, trained, changes, few.sizes, few.digest, few.pads, shares)
 
 
 def make_launcher_computations(
@@ -956,7 +958,13 @@ def make_launcher_computations(
     if "collation" in changes and few.even_cut is not None:
         trained = changes["collation"].trained
         changes["collation"] = AuditChange(trained, as_launched(few.even_cut))
-    return msgspec.structs.replace(made, reference=as_launched(few.even), changes=changes)
+    even = few.even if few.even_cut is None else few.even_cut
+    cut = few.parts if few.cut is None else few.cut
+    trained = _make_computation(loss, counted, cut, few.sizes, 0)
+    shares = WholeShares(as_launched(even), few.even_sizes, trained, few.sizes)
+    return msgspec.structs.replace(
+        made, reference=as_launched(few.even), changes=changes, shares=shares
+    )
 
 
 def add_unweighted(computations: Computations) -> Computations:
@@ -969,7 +977,7 @@ def add_unweighted(computations: Computations) -> Computations:
         weight = trained[0].weight
         cut = [msgspec.structs.replace(each, weight=weight) for each in collated.trained]
         changes["collation"] = AuditChange(cut, collated.reference)
-    return msgspec.structs.replace(computations, trained=trained, changes=changes)
+    return msgspec.structs.replace(computations, trained=trained, changes=changes, shares=None)
 
 
 def weigh_gradients(computations: Computations, scale: float) -> Computations:

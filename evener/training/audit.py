@@ -422,6 +422,12 @@ CAUSES = {
         "The loss of a batch isn't the mean of its parts' losses: it isn't a mean over rows",
         _MEAN,
     ),
+    "draws": LikelyCause(
+        "The loss isn't a mean over rows: it is divided by a count that goes by random numbers,"
+        " such as that of the tokens which a mask drawn in the forward pass leaves",
+        "Draw the same count in each row, divide by the rows or by an expected count, or train on"
+        " one device.",
+    ),
     "state": LikelyCause(
         "Ranks compute other gradients of the same rows with the same weights: the loss uses"
         " something that each rank has noted of its own rows, such as a running mean, a memory"

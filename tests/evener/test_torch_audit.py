@@ -561,6 +561,8 @@ def draw_for_rows(x: Any) -> Any:
         (lambda net, x: (net(x) + torch.rand(4)).square().mean(), True),  # rows have no entries
         (lambda net, x: masked_mean(net(x), per_row=True), True),
         (lambda net, x: masked_mean(net(x), per_row=False), False),
+        (lambda net, x: masked_mean(net(x), per_row=True, chance=0.3), True),
+        (lambda net, x: masked_mean(net(x), per_row=False, chance=0.3), False),
         (lambda net, x: masked_mean(drop_as_on_gpus(net(x)), per_row=True), True),
         (lambda net, x: masked_mean(drop_as_on_gpus(net(x)), per_row=False), False),
         (lambda net, x: (net(x) - torch.rand(len(x), 1).mean()).square().mean(), False),
@@ -582,9 +584,11 @@ def drop_as_on_gpus(values: Any) -> Any:
     return torch.native_dropout(values, 0.2, True)[0]
 
 
-def masked_mean(values: Any, per_row: bool) -> Any:
+def masked_mean(values: Any, per_row: bool, chance: float | None = None) -> Any:
     """Return the mean of the values that a random mask leaves, of each row or of the batch."""
     mask = (torch.rand(values.shape) < 0.5).double()
+    if chance is not None:
+        mask = torch.bernoulli(torch.full(values.shape, chance, dtype=torch.float64))
     if per_row:
         return ((values * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
     return (values * mask).sum() / mask.sum()

@@ -61,6 +61,14 @@ def test_an_exact_module_learns_the_same_with_audits(modules: Ended) -> None:
         assert rank["exact"]["audited"] == [1, 4, 16]
 
 
+def test_a_random_mask_is_right_if_the_loss_is_a_mean_over_rows(
+    trainers: Ended, modules: Ended
+) -> None:
+    for rank in (*trainers, *modules):
+        assert rank["expected count"]["said"] == ""
+        assert rank["expected count"]["warned"] == []
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -68,6 +76,7 @@ def test_an_exact_module_learns_the_same_with_audits(modules: Ended) -> None:
         ("own baseline", "Ranks compute other gradients of the same rows"),
         ("mixed rows", "The batch function (collate_fn)"),
         ("rows split on each rank", "The data sets of the ranks differ"),
+        ("random count", "a count that goes by random numbers"),
     ],
 )
 def test_a_trainer_that_differs_later_is_refused(trainers: Ended, name: str, words: str) -> None:
@@ -81,6 +90,8 @@ def test_a_trainer_that_differs_later_is_refused(trainers: Ended, name: str, wor
         ("late deviation", "In step 7"),
         ("relative, manual", "In step 1"),
         ("rows split on each rank", "The data sets of the ranks differ"),
+        ("random count", "a count that goes by random numbers"),
+        ("random count, manual", "a count that goes by random numbers"),
     ],
 )
 def test_a_module_that_differs_is_refused(modules: Ended, name: str, words: str) -> None:

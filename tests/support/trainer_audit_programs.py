@@ -99,6 +99,26 @@ class OwnBaseline(Robust):
         return loss
 
 
+def draw_mask(values: torch.Tensor) -> torch.Tensor:
+    """Return 1 for about half of the values, and 0 for the others."""
+    return (torch.rand(values.shape) < 0.5).to(values.dtype)
+
+
+class RandomCount(Robust):
+    """A mean over the values that a random mask leaves."""
+
+    def judge(self, predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        mask = draw_mask(predicted)
+        return (mask * (predicted - targets) ** 2).sum() / mask.sum().clamp(min=1)
+
+
+class ExpectedCount(Robust):
+    """A mean over the number of values that a random mask leaves on average."""
+
+    def judge(self, predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (draw_mask(predicted) * (predicted - targets) ** 2).mean() / 0.5
+
+
 class Unlike(Robust):
     """Ranks round differently, as on two kinds of devices, and the loss amplifies the
     difference.
@@ -144,6 +164,8 @@ HUGGINGFACE: dict[str, type[Trainer]] = {
     "own baseline": OwnBaseline,
     "mixed rows": Robust,
     "unlike ranks": Unlike,
+    "random count": RandomCount,
+    "expected count": ExpectedCount,
     "rows split on each rank": Robust,
 }
 
@@ -208,6 +230,39 @@ class Always(Late):
     late = False
 
 
+class MaskedModule(Always):
+    """A mean over the values that a random mask leaves, or over their expected number."""
+
+    by_expected_count = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        predicted = self.head(self.layers(batch[0]))
+        mask = draw_mask(predicted)
+        errors = mask * (predicted - batch[1]) ** 2
+        self.calls += 1
+        if self.by_expected_count:
+            return errors.mean() / 0.5
+        return errors.sum() / mask.sum().clamp(min=1)
+
+
+class ExpectedModule(MaskedModule):
+    by_expected_count = True
+
+
+class ManuallyMaskedModule(MaskedModule):
+    """The same loss, in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 class Adversaries(pl.LightningModule):
     """A generator, a critic with clamped weights, and a schedule, with manual optimization."""
 
@@ -256,6 +311,9 @@ LIGHTNING: dict[str, type[Any]] = {
     "exact, manual": Adversaries,
     "relative, manual": Relative,
     "rows split on each rank": Always,
+    "random count": MaskedModule,
+    "random count, manual": ManuallyMaskedModule,
+    "expected count": ExpectedModule,
 }
 
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...training.audit import LOSS, LOSS_SAFETY, GradientDifference, floor
+from ...training.audit import LOSS, LOSS_SAFETY, REPEATS, SAFETY, GradientDifference, floor
 from .compute import GradientSketcher, Piece
 from .randomness import SEED, EvenRandomness, draw_equal_rows
 from .rows import FewRows
 
 if TYPE_CHECKING:
-    from .step import Computations
+    from .step import Computations, WholeShares
 
 APART = 7919  # between the seeds of two rows
 
@@ -56,12 +56,22 @@ class RowRandomness(EvenRandomness):
                 for place, argument in enumerate(arguments)
             ]
             seed = SEED + self.draws + APART * (1 + self._first + row)
-            made.append(draw_equal_rows(function, own, dict(keywords), seed)[0])
+            made.append(_draw_row(function, own, dict(keywords), seed))
         if function._schema.is_mutable:  # rows of the argument were filled
             return arguments[0], True
         if isinstance(made[0], tuple):  # such as GPUs' dropout with its mask
             return tuple(map(torch.cat, zip(*made, strict=True))), True
         return torch.cat(made), True
+
+
+def _draw_row(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
+    """Run a random operation on the arguments of one row, with this seed."""
+    # usually an audit takes the likelier value of torch.bernoulli, and a count of them isn't random
+    if function.overloadpacket is torch.ops.aten.bernoulli:
+        chances = arguments[0] if len(arguments) < 2 else arguments[1]
+        drawn = draw_equal_rows(torch.ops.aten.rand_like.default, arguments[:1], {}, seed)[0]
+        return (drawn < chances).to(arguments[0].dtype)
+    return draw_equal_rows(function, arguments, keywords, seed)[0]
 
 
 def _find_size(function: Any) -> int | None:
@@ -115,12 +125,39 @@ def find_loss_by_rows(
     return None if found is None else found.losses
 
 
+def find_random_count(
+    sketcher: GradientSketcher, shares: WholeShares, add_noise: bool
+) -> GradientDifference | None:
+    """Compare the losses of an audit again, with different random numbers for each row.
+
+    The result is None if they agree but for rounding, or if no random operation has an entry for
+    each row. `add_noise` is that of the audit.
+    """
+    before, sketcher.losses_only = sketcher.losses_only, True
+    try:
+        with sketcher.open(add_noise):
+            return _compare_losses(
+                sketcher,
+                _list_passes(shares.reference, shares.reference_sizes),
+                _list_passes(shares.trained, shares.sizes),
+                measures_rounding=True,
+            )
+    except Exception:  # the usual audit could compute the loss, and found no difference
+        return None
+    finally:
+        sketcher.losses_only = before
+
+
 def _compare_losses(
-    sketcher: GradientSketcher, reference: Sequence[_Pass], trained: Sequence[_Pass]
+    sketcher: GradientSketcher,
+    reference: Sequence[_Pass],
+    trained: Sequence[_Pass],
+    measures_rounding: bool = False,
 ) -> GradientDifference | None:
     """Compare the loss of two computations with different random numbers for each row.
 
-    The result is None if they agree, or if they can't be compared.
+    The result is None if they agree, or if they can't be compared. With `measures_rounding`, a
+    difference has to be larger than the rounding of these rows, too.
     """
     if not (reference and trained):
         return None
@@ -134,6 +171,13 @@ def _compare_losses(
     # a loss that isn't finite compares with nothing
     if not abs(own - right) > allowed * scale:
         return None
+    if measures_rounding:
+        repeats = [
+            _sum_losses(sketcher, reference, by_row, number + 1)[0] for number in range(REPEATS)
+        ]
+        allowed = max(allowed, SAFETY * max(abs(each - right) for each in repeats) / scale)
+        if not abs(own - right) > allowed * scale:
+            return None
     return GradientDifference(LOSS, abs(own - right) / scale, allowed, right, own, (right, own))
 
 

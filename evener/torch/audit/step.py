@@ -25,6 +25,7 @@ from ...training.audit import (
 )
 from .compute import GradientSketcher, Piece
 from .randomness import SEED
+from .row_numbers import find_random_count
 
 Computation = Sequence[Piece]
 REENTRANT = "use_reentrant=True"  # identifies PyTorch's error for reentrant checkpoints
@@ -47,6 +48,18 @@ class AuditChange(msgspec.Struct, frozen=True, eq=False):
     reference: Computation | None = None  # the reference without it; None if that is the same
 
 
+class WholeShares(msgspec.Struct, frozen=True, eq=False):
+    """Computations without passes, whose losses are compared with other random numbers in each row.
+
+    The rows are padded as in the whole batch, so that a row has the same random numbers in both.
+    """
+
+    reference: Computation  # the correct computation
+    reference_sizes: tuple[int, ...]  # number of rows in each of its passes
+    trained: Computation  # the training run's computation
+    sizes: tuple[int, ...]  # number of rows in each of its passes
+
+
 class Computations(msgspec.Struct, frozen=True, eq=False):
     """What an audit computes: the correct gradient, the training run's, and variants of both.
 
@@ -60,6 +73,8 @@ class Computations(msgspec.Struct, frozen=True, eq=False):
     sizes: tuple[int, ...] = ()  # number of rows in each part
     digest: int = 0  # of all numbers in the rows
     pads: bool = False  # parts that are collated separately are padded to other lengths
+    # to look for a loss by a random count of rows; None leaves that out
+    shares: WholeShares | None = None
 
 
 class Audited(msgspec.Struct, frozen=True):
@@ -89,6 +104,21 @@ def audit(
     tensor gets one, the losses are compared instead. With `add_noise`, noise is added to weights
     whose values are all the same.
     """
+    found = _audit_equal_rows(sketcher, computations, add_noise)
+    # the audit has drawn the same numbers for every row, so that all rows count equally
+    agrees = found.difference is None and found.finite and not (found.fault or found.explained)
+    if computations.shares is None or not agrees or not sketcher.draws:
+        return found
+    difference = find_random_count(sketcher, computations.shares, add_noise)
+    if difference is None:
+        return found
+    return msgspec.structs.replace(found, difference=difference, cause="draws")
+
+
+def _audit_equal_rows(
+    sketcher: GradientSketcher, computations: Computations, add_noise: bool
+) -> Audited:
+    """Compare two gradients, with the same random numbers in each row; see `audit`."""
     try:
         found = _try_quick_passes(sketcher, computations, add_noise) or _audit(
             sketcher, computations, add_noise
