@@ -42,10 +42,7 @@ def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
 
 
 def find_interface(host: str) -> str:
-    """Return the network interface that leads to a host, by its name.
-
-    Returns "" if there is no route.
-    """
+    """Return the name of the network interface that leads to a host, or "" if none does."""
     own = find_source_address(host)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
     for name, addresses in interfaces.items():

@@ -229,7 +229,7 @@ class History:
     ) -> tuple[float | None, ...]:
         """Return the newest values of a metric, with the oldest first. Missing values are None.
 
-        `newest` is the maximum number of values.
+        `key` and `metric` are as in `Sampler.history`. `newest` is the maximum number of values.
         """
         kept = self._kept(newest)
         column = self._columns.get((key, metric))

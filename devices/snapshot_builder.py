@@ -106,7 +106,7 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, uses: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return the processes on a device, from the driver and from reports of training runs."""
+    """Return the processes on a device, both from the driver and from reports of training runs."""
     known = {each.pid for each in uses}
     reported = [pid for pid, identity in rates if identity == device.id]
     return [*uses, *(DeviceUse(pid) for pid in reported if pid not in known)]

@@ -420,7 +420,8 @@ class GpuReader:
     def _read_traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
         """Return the PCIe and NVLink traffic in bytes per second.
 
-        The keys are fields of `DeviceSample`.
+        `activity` contains GPM readings. Values that they lack come from the driver's counters. The
+        keys of the result are fields of `DeviceSample`.
         """
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):

@@ -89,8 +89,9 @@ class Schedule:
     def record(self, now: float, code: int, number: float) -> Reading:
         """Store the result of a call, and return it as a reading.
 
-        After a temporary failure, the last value is returned and marked as stale. Raises
-        `GpuGoneError` or `DriverGoneError` if the GPU or the driver is gone.
+        `code` is NVML's return code, and `number` is the value. After a temporary failure, the last
+        value is returned and marked as stale. Raises `GpuGoneError` or `DriverGoneError` if the GPU
+        or the driver is gone.
         """
         if code == SUCCESS and math.isfinite(number):
             self._last = value(number)

@@ -209,7 +209,11 @@ class NvmlSource:
 
 
 def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> DeviceSample:
-    """Return a sample whose readings, except for the training throughput, are marked as lost."""
+    """Return a sample for a lost device.
+
+    All readings except for the training throughput are marked as lost. `note` says what is wrong,
+    and `events` are the device's latest errors.
+    """
     lost = {
         field.name: LOST
         for field in msgspec.structs.fields(DeviceSample)

@@ -134,9 +134,9 @@ def _train_once(
 ) -> tuple[int, set[str]]:
     """Start `evener launch` on each host, and wait until all have ended.
 
-    `factory` creates a HostLaunch on a host. A signal in `signals` ends the wait, and a launch that
-    doesn't stop within `end_seconds` is killed. Returns the exit code and the names of the lost
-    hosts.
+    `factory` creates a HostLaunch on a host. `options` and `command` are arguments of `evener
+    launch`. A signal in `signals` ends the wait, and a launch that doesn't stop within
+    `end_seconds` is killed. Returns the exit code and the names of the lost hosts.
     """
     parts: list[RemoteLaunch] = []
     lost: set[str] = set()

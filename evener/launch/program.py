@@ -208,9 +208,9 @@ def choose_plan(plan_path: Path | None, devices: str, command: ProgramCommand) -
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
     """Measure a program on the devices, and return the path of the plan that results.
 
-    `devices` is the option `--devices`. `run` is the name of the run, so that the guard can find
-    the measuring processes. Returns None if the plan leaves a device out. Raises RequestError if no
-    plan could be measured.
+    `devices` is the option `--devices`, and `path` is where to write the plan. `run` is the name of
+    the run, so that the guard can find the measuring processes. Returns None if the plan leaves a
+    device out. Raises RequestError if no plan could be measured.
     """
     # a plan must use all devices, because the program's global batch is meant for all of them
     python = (

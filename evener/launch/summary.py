@@ -128,9 +128,13 @@ def summarize_training(
 ) -> TrainingSummary | None:
     """Summarize a training run from the last records of its ranks.
 
-    `labels` maps device ids to names. `competitors` names other programs that used the CPU cores.
-    `plan_samples_per_second` is used if no record has the speed that the plan expects. Returns None
-    if there are no records.
+    - `run`, `end`: the run's name, and how it ended.
+    - `labels`: names of the devices, by device id.
+    - `plan_samples_per_second`: used if no record has the speed that the plan expects.
+    - `competitors`: names of other programs that used the CPU cores.
+    - `first`: the first shares and their speed, if they are known.
+
+    Returns None if there are no records.
     """
     if not records:
         return None

@@ -202,6 +202,7 @@ def make_layout(
     - `batches`: rows per step of each device.
     - `micros`: rows per pass of each device; by default, each device takes one pass.
     - `ratios`: the devices' fractions of the batch; by default, in proportion to `batches`.
+    - `engine`, `processes`, `placement`: as in `PlanLayout`.
     """
     total = sum(batches)
     chosen = ratios or tuple(batch / total if total else 0.0 for batch in batches)

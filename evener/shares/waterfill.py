@@ -411,7 +411,10 @@ def _improve_nearby(
     limit: int | None,
     min_devices: int,
 ) -> Allocation:
-    """Add single quanta to small shares, as long as that raises the samples/s."""
+    """Look for a faster allocation than `best` by adding single quanta to small shares.
+
+    Returns `best` itself if that doesn't raise the samples/s. `limit` is the maximum global batch.
+    """
     # with shares of a few quanta, the optimum may lie between two breakpoints
     by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):

@@ -14,8 +14,8 @@ The code for a framework (`evener/torch/audit` for PyTorch) uses it like this:
    any hashable object that describes how the step is computed: which weights are trained, which
    function computes the loss, and which types the batch's tensors have. It doesn't contain lengths
    that vary from batch to batch.
-2. If that returns True, it computes the gradient of some rows both ways, and makes a `Sketch` of
-   each. A sketch has `PROJECTIONS` random sums of every tensor's gradient, so it is far smaller
+2. If that returns True, it computes the gradient of some rows both ways, and creates a `Sketch`
+   of each. A sketch has `PROJECTIONS` random sums of every tensor's gradient, so it is far smaller
    than the gradient. All sketches of an audit use the same random signs, so the sums of several
    parts can simply be added (`Sketch.add`). The audit restores the state of random number
    generators, buffers and metrics.

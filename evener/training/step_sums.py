@@ -1,9 +1,9 @@
 """Times of training steps, added up by activity.
 
 A step consists of loading input, computing, waiting for other ranks, the all-reduce of gradients,
-and the time until the next batch. From the times of one rank alone, waiting and the all-reduce
-can't be separated, so `divide_steps` compares all ranks. Totals are used rather than medians, so
-that rare work such as a checkpoint counts too.
+and the time until the next batch. The times of a single rank don't show how much of a wait is the
+all-reduce itself, so `divide_steps` compares all ranks. Totals are used rather than medians, so
+that rare work such as a checkpoint counts, too.
 """
 
 from __future__ import annotations
