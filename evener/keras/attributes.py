@@ -87,7 +87,7 @@ class CallTensors:
             _fill(container, content)
 
     def write(self, leaves: Leaves) -> None:
-        """Write tensors into the model's attributes, which the keys of `leaves` name."""
+        """Store tensors in the model's attributes; the keys of `leaves` name the attributes."""
         for slot in self._find_places([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)

@@ -1,4 +1,4 @@
-"""Audits: check that training by shares gives the gradients that one device would give.
+"""Audits: check that training with shares gives the gradients that one device would give.
 
 Some training steps are audited. Before such a step, a few rows of its batch are computed twice, in
 graphs that leave the model unchanged: once by Keras' own step on one device, and once by evener's
@@ -468,8 +468,8 @@ class StepAudit:
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
         """Return whether two outputs of the model are equal except for rounding.
 
-        The allowed error is relative to the largest absolute value in `whole`, the sums of all
-        rows' outputs.
+        The allowed error is relative to the largest absolute value in `whole`, which has the
+        outputs of all rows. Each row's outputs have been reduced to a few sums.
         """
         kind = computes_in_half(self._model) or keras.config.floatx()
         largest = np.nanmax(np.abs(whole), initial=1e-30)
@@ -502,9 +502,9 @@ class StepAudit:
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _report_incomplete(self, rows_name: str, error: Exception) -> Finding:
-        """Return the finding that some rows, named by `rows_name`, can't be computed alone.
+        """Return a finding that says that some of the rows can't be computed without the others.
 
-        `error` is the reason.
+        `rows_name` describes these rows, and `error` is what was raised when they were computed.
         """
         message = f"{self._moment}, {rows_name} can't be computed alone: {first_line(error)}"
         return Finding(_make_empty_difference(), f"{message.rstrip('.')}.", ALONE)
@@ -658,7 +658,7 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return seeds for the model's random layers, with which both steps draw the same numbers.
+        """Return seeds for the model's random layers, so that both steps draw the same numbers.
 
         The keys identify the layers' variables.
         """
@@ -718,7 +718,7 @@ class StepAudit:
     def _compare_states(
         self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
     ) -> Finding | None:
-        """Return a finding if the engine's step gives a variable another value than Keras' step.
+        """Return a finding if a variable differs between the engine's step and Keras' own step.
 
         Only non-trainable variables are compared, such as moving averages.
         """
@@ -779,7 +779,7 @@ class StepAudit:
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if an `if` in the user's code may take another branch for some rows.
+        """Return a finding if an `if` in the user's code may take a different branch for some rows.
 
         This is the case if the code compares values that differ for parts of the rows, and the
         gradient depends on the result (see `decisions.py`).
@@ -818,7 +818,7 @@ class StepAudit:
     def _try_shifted(
         plain: TracedStep, rows: Tensors, line: str, amounts: Sequence[Any]
     ) -> StepResult | None:
-        """Run the step with other results of comparisons in the user's code.
+        """Run the step with changed comparisons in the user's code.
 
         `amounts` are added to the left sides of the comparisons in `line`. The result is None if
         the step fails.
@@ -872,8 +872,8 @@ class StepAudit:
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
         """Yield variants of the audited rows, which may reveal a difference that these rows hide.
 
-        A variant has other labels, or nonzero values for variables that are 0. It is a description,
-        the values of variables, and the rows.
+        A variant has other labels, or nonzero values for variables that are 0. Each is a tuple of a
+        description, the variables' values, and the rows.
         """
         values, names = replace_zeros(self._model, plain)
         if values:
@@ -1008,7 +1008,7 @@ def _states_differ(before: Any, one: Any, other: Any) -> bool:
     """Return whether a variable has different values after two steps, except for rounding.
 
     `one` and `other` are these values, and `before` is the value before both steps. The more the
-    steps change the value, the larger is the difference that is allowed.
+    steps change the value, the larger the difference that is allowed.
     """
     if one.shape != other.shape or not _is_number(one):
         return False
@@ -1087,7 +1087,10 @@ def _shuffle_labels(y: Any) -> Any:
 
 
 def _change_labels(y: Any, outputs: Tensors) -> Any:
-    """Return other valid labels for each row, or None if they don't match the model's outputs."""
+    """Return other valid labels for each row.
+
+    The result is None unless the model has one tensor of labels for each output.
+    """
     labels = keras.tree.flatten(y)
     found = keras.tree.flatten(outputs)
     if len(labels) != len(found) or not all(isinstance(label, tf.Tensor) for label in labels):

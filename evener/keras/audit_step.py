@@ -119,7 +119,7 @@ class TracedStep:
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
 
     def run_shifted(self, data: Tensors, line: str, amounts: Sequence[Any]) -> StepResult:
-        """Run the step with other results of comparisons in the user's code.
+        """Run the step with changed comparisons in the user's code.
 
         `amounts` are added to the left sides of the comparisons in `line`, a line of the code.
         """
@@ -189,14 +189,17 @@ class TracedStep:
         return sums, logs, margins, outputs, call
 
     def _note_types(self, variables: Sequence[Any]) -> None:
-        """Record the dtype of the gradient of each of these weights, by the weight's name."""
+        """Record the gradients' dtypes for these weights, by the names of the weights."""
         names, half = _name_weights(self._model), computes_in_half(self._model)
         self._kinds.clear()
         for variable in variables:
             self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
 
     def _note_sparse(self, reached: Sequence[tuple[Any, Any]]) -> None:
-        """Record which gradients are sparse, and whether they may contain a table row twice."""
+        """Record which gradients are sparse, and whether they may contain a table row twice.
+
+        `reached` has a pair of gradient and variable for each weight that the step reaches.
+        """
         once = {id(variable) for each, variable in reached if has_each_row_once(each)}
         weights = enumerate(self._model.trainable_weights)
         self.merged = tuple(place for place, each in weights if id(each) in once)
@@ -273,9 +276,9 @@ class PlainSteps:
             return self._find((training, repr(spec), True), call, spec)
 
     def _find(self, key: tuple[bool, str, bool], step: Any, spec: Tensors) -> TracedStep:
-        """Return the traced step for `key`, which is traced on first use.
+        """Return the traced step for `key`; on the first use of this key, trace `step`.
 
-        Raises the error of tracing, if any.
+        Raises the error of the user's code if tracing fails.
         """
         if key not in self._traced:
             self._traced[key] = self._trace(step, spec, training=key[0])
@@ -395,7 +398,10 @@ def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: An
 
 
 def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
-    """Sum the elements of gradients with one row, such as those of biases, with random signs."""
+    """Reduce each gradient of a vector, such as a bias, to a few sums with random signs.
+
+    The gradients are matrices with one row.
+    """
     sizes = [vector.shape[1] for vector in vectors]
     # there are many of them, so they are computed together
     joined = tf.concat([tf.cast(vector, tf.float64) for vector in vectors], 1)
@@ -406,7 +412,10 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 
 
 def _as_matrix(gradient: Any, shape: Any) -> Any:
-    """Return the gradient as a dense float matrix, whose columns are the weight's last axis."""
+    """Return the gradient as a dense float matrix.
+
+    It has one column per index of the weight's last axis; `shape` is the weight's shape.
+    """
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
     rows = math.prod(shape[:-1])
@@ -546,8 +555,8 @@ def _without_graph_optimization() -> Iterator[None]:
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Context manager that restores attributes of the model, its layers and its loss at the end.
 
-    These are tensors and plain values. It yields a dict, which at the end has the changes of plain
-    values that were undone.
+    Tensors and plain values are restored. Yields a dict; at the end, the plain values that had
+    changed are put into it.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

@@ -126,7 +126,7 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _skip_saving(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
-    """Replacement of a ModelCheckpoint's method that decides whether to save the model.
+    """Replacement for a ModelCheckpoint's method that decides whether to save the model.
 
     `judge` is the original method, which updates the best value. The result is always False.
     """

@@ -146,8 +146,9 @@ def check_assigned(weights: Sequence[Any]) -> None:
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
     """Raise RequestError because this model needs several processes.
 
-    `seen` is the reason, and `other` is another remedy. If `evener launch` started this script as a
-    single process, exit instead, so that it starts one process for each device.
+    `seen` says why. `other` names an alternative to starting several processes. If `evener launch`
+    started this script as a single process, exit instead, so that it starts one process for each
+    device.
     """
     ask_for_processes(seen)
     raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")

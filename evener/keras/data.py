@@ -301,7 +301,8 @@ class ArrayBatches:
     def _shuffled(self) -> Any:
         """Return a dataset with a pair (epoch number, step) for each step of an epoch.
 
-        The epoch number is random, is the same in all steps, and determines the order of the rows.
+        The epoch number is random. All steps of an epoch have the same one, because it determines
+        the order of the rows.
         """
         steps = tf.data.Dataset.range(self.steps)
         # each iteration over the dataset yields another epoch
@@ -333,8 +334,8 @@ def pack_arrays(
 ) -> tuple[Any, ...]:
     """Return `(x, y, weight)` without the items that are None.
 
-    With `class_weight`, the sample weights are the entries of the rows' labels in it. Raises
-    RequestError if sample weights are given without `y` or together with `class_weight`.
+    With `class_weight`, the weight of each sample is that of its label's class. Raises RequestError
+    if sample weights are given without `y` or together with `class_weight`.
     """
     weight = _apply_class_weight(y, weight, class_weight)
     if y is None and weight is not None:
@@ -373,9 +374,10 @@ def are_arrays(x: Any) -> bool:
 def _apply_class_weight(
     y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None
 ) -> Any:
-    """Return `sample_weight` or, with `class_weight`, each label's entry in it.
+    """Return `sample_weight` or, with `class_weight`, the weight of each label's class.
 
-    Raises RequestError if both are given.
+    Classes that `class_weight` lacks have the weight 1. Raises RequestError if both are given, or
+    if a sample has several labels.
     """
     if class_weight is None:
         return sample_weight
@@ -548,7 +550,7 @@ def _to_tensor(array: Any) -> Any:
 
 
 def _make_thread_options(count: int) -> Any:
-    """Return dataset options by which a dataset uses its own pool of `count` threads."""
+    """Return options that give a dataset its own pool of `count` threads."""
     # in TensorFlow's shared pool, a waiting collective or the training could delay a batch
     options = tf.data.Options()
     options.threading.private_threadpool_size = count

@@ -85,10 +85,10 @@ class Engine(Protocol):
         """Create the model's weights for inputs like `x`."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of global batches or, in a group, of this process's rows of them.
+        """Return a dataset of the global batches.
 
-        A group consists of several processes. The dataset never ends if it is `endless`, and
-        otherwise ends after one epoch.
+        With several processes, it may have only this process's rows of each batch. The dataset
+        never ends if it is `endless`, and otherwise ends after one epoch.
         """
 
     def draw_seed(self) -> int:

@@ -146,7 +146,7 @@ def _take_seed(draw_seed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_equal_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of a TensorFlow random function that repeats one row.
+    """Return a replacement for a TensorFlow random function that repeats one row.
 
     `draw` is the stateless version of that function, which is called with a fixed seed.
     """

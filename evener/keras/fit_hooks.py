@@ -126,7 +126,7 @@ class FitHooks:
         return call
 
     def _with_signature(self, name: str) -> Any:
-        """Return the replacement of `fit` or `evaluate`, with the signature of Keras' method."""
+        """Return the replacement for `fit` or `evaluate`, with the signature of Keras' method."""
         hook = getattr(self, name)
 
         @functools.wraps(MethodType(getattr(type(self.model), name), self.model))
@@ -143,7 +143,7 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make_function(self, name: str, force: bool = False) -> Any:
-        """Replacement of Keras' `make_train_function` and similar methods that wraps the function.
+        """Replacement for Keras' `make_train_function` and similar methods that wraps the function.
 
         `name` is the method. With `force`, an existing function is replaced. Raises RequestError if
         the engine can't run the model.
@@ -333,15 +333,19 @@ class FitHooks:
         self._prepare_validation(call_arguments, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
-        """Return a dataset of batches in the order of the data, and the number of batches."""
+        """Return a dataset of batches in the order of the data, and the number of batches.
+
+        `size` is the batch size.
+        """
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
         return self.engine.batches(arrays, endless=False), arrays.steps
 
     def _fit_dataset(self, call_arguments: dict[str, Any]) -> None:
-        """Batch the dataset in the arguments of `fit`, and check it, in place.
+        """Replace the dataset in the arguments of `fit` with a dataset of batches, in place.
 
-        Raises RequestError for a generator if there are several processes.
+        The model is also checked if rows are assigned to devices by length. Raises RequestError for
+        a generator if there are several processes.
         """
         data, name = call_arguments["x"], self.split.engine
         if isinstance(data, tf.data.Dataset):

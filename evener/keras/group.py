@@ -237,7 +237,7 @@ def digest(leaves: Sequence[Any], limit: int = MOST) -> Any:
 
 
 class BatchDigests(NamedTuple):
-    """Hashes of a batch, by which processes check that they have the same data."""
+    """Hashes of a batch, which processes compare to check that they have the same data."""
 
     labels: Any  # digest of the labels, or of the inputs if there are no labels
     inputs: Any  # digest of the inputs, which every process may augment at random

@@ -51,8 +51,8 @@ def count_rows(data: Tensors) -> Any:
 def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
     """Return rows `start` to `stop` of nested tensors.
 
-    For an empty range, the result is one row, a filler row, because TensorFlow can abort without
-    rows.
+    If the range is empty, return one row as a filler, because TensorFlow may abort on tensors
+    without rows.
     """
     start, stop = widen_if_empty(start, stop)
     return _map(lambda tensor: _cut(tensor, start, stop), data)
@@ -67,7 +67,7 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 
 
 def open_rows(leaf: Any) -> Any:
-    """Return the spec of a tensor, in which the number of rows is left open."""
+    """Return the spec of a tensor, with any number of rows."""
     if leaf is None:
         return None
     shape = [None, *leaf.shape[1:]] if len(leaf.shape) else []
@@ -91,9 +91,9 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """Return a tensor with `rows` rows: the given ones from row `start` on, and zeros elsewhere.
+    """Pad a tensor with zeros, so that it has `rows` rows and its own rows begin at row `start`.
 
-    The sum of such tensors over all processes has the rows of all.
+    If each process pads its own rows in this way, the sum over all processes has all rows.
     """
     after = rows - start - tf.shape(tensor, tf.int64)[0]
     return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
@@ -137,8 +137,8 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
 def _attach_masks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
     """Attach the masks and logits of `sources` to `result`, which was computed from them.
 
-    `combine` makes one mask from all their masks, and one tensor from their logits. Masks are
-    attached only if all sources have one; the same is true for logits.
+    `combine` combines a list of masks into one mask, and a list of logits into one tensor. Masks
+    are attached only if all sources have one; the same is true for logits.
     """
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
@@ -196,9 +196,9 @@ def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
 
 
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:
-    """Return a replacement of the model's `call` that warns about training outside of `fit`.
+    """Return a replacement for the model's `call` that warns about training outside of `fit`.
 
-    There, in the user's own loop, one device computes the whole batch.
+    In a training loop that users write themselves, one device computes the whole batch.
     """
     own = type(model).call
 
@@ -244,7 +244,7 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
         check_assigned([each for each, copy in pairs if self.get_current_value(each) is not copy])
 
     def assign_others(self) -> None:
-        """Assign the values that the call has set for variables that aren't in `states`."""
+        """Assign the values that the call has set for variables outside of `states`."""
         for key, variable in self.others.items():
             variable.assign(self.state_mapping[key])
 
@@ -355,9 +355,9 @@ def compute_compiled_loss(
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return a loss that a layer adds for a part of the batch, weighted by the part's fraction.
+    """Return a loss that a layer adds for a part of the batch, weighted by the part's size.
 
-    Losses of the kind "sum" aren't weighted.
+    `part` is the part's fraction of the rows. A loss of the kind "sum" isn't weighted.
     """
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(weigh_part(kind, part), dtype)
 
@@ -372,7 +372,7 @@ def scale_loss(model: Any, loss: Any) -> Any:
 
 
 def apply_gradients(model: Any, gradients: Sequence[Any]) -> None:
-    """Update the model's weights by gradients of a loss that `scale_loss` has scaled."""
+    """Update the model's weights with the gradients of a loss that `scale_loss` has scaled."""
     headroom, weights = _headroom(model), model.trainable_weights
     if headroom > 1:
         halves = [layer for layer in all_layers(model) if layer.compute_dtype == "float16"]
@@ -390,7 +390,7 @@ def _headroom(model: Any) -> float:
 
 
 def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Multiply a gradient by `headroom`, by which `scale_loss` has divided the loss.
+    """Multiply a gradient by `headroom`, because `scale_loss` has divided the loss by this number.
 
     If `is_half`, elements that overflow in float16 become NaN.
     """

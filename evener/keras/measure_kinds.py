@@ -134,10 +134,10 @@ def measure_batch(
 
 
 def _warn_of_joined_lookups(names: Sequence[str]) -> None:
-    """Warn that several lookups read one sparse table, so that Adam would learn something else.
+    """Warn that Adam would train sparse tables differently if several lookups read them.
 
-    The same is true for other optimizers that square gradients. `names` are these tables; the
-    warning names the first.
+    Several devices would then give Adam, or another optimizer that squares gradients, other slices
+    of the gradient than one device. `names` are the tables; the warning names the first.
     """
     if names:
         warn(
@@ -225,21 +225,26 @@ class Measured(NamedTuple):
         return [fitting[0] if fitting else OTHER for fitting in kinds]
 
     def _read_added(self, results: Sequence[StepResult]) -> list[tuple[float, ...]]:
-        """Return the values of each loss that layers add, as a tuple with one value per run."""
+        """Return, for each loss that layers add, a tuple with its value in each run."""
         calls = [result.call for result in results if result.call is not None]
         added = [split_losses(self.model, call.losses)[0] for call in calls]
         values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]
         return list(zip(*values, strict=True))
 
     def _replace_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, and each run's rows, to repeat the runs.
+        """Return nonzero values for variables that are 0, for repeating the runs.
 
-        The values are by the variables' keys. A variable that is 0 may hide a loss.
+        A variable that is 0 may hide a loss. Returns the values by the variables' keys, and each
+        run's rows, which are unchanged.
         """
         return replace_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return values of noisy weights, and rows with negated inputs, to repeat the runs."""
+        """Return changed weights and inputs, for repeating the runs.
+
+        Noise is added to the weights, and the inputs are negated. Returns the weights' values by
+        key, and each run's rows.
+        """
         values, _ = self._replace_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
             value = tf.convert_to_tensor(variable)
@@ -329,7 +334,7 @@ class Measured(NamedTuple):
     def _find_possible_loss_kinds(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the kinds, such as "sum", by which the parts' losses may combine to the whole.
+        """Return the kinds, such as "sum", that could explain how the parts' losses combine.
 
         A kind is possible if it gives the loss of all rows. `batch` is (x, y, outputs, weight), and
         `calls` are the model's calls on all rows and on each part. The result is None if the loss
@@ -359,7 +364,7 @@ class Measured(NamedTuple):
 
 
 def _find_state_rule(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return the rule by which a variable's values after parts combine to that after all rows.
+    """Return the rule that combines a variable's values from the parts into its value for all rows.
 
     `start` is the value before the step. `whole` is the value after a step on all rows, and `parts`
     are the values after a step on each part, with `sizes` rows. The result is "" if no rule fits.
@@ -380,10 +385,10 @@ def _find_state_rule(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequen
 def _predict_whole_state(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Predict a variable's value after the whole batch, by each rule of combining the parts.
+    """Predict a variable's value after the whole batch, under each rule for combining the parts.
 
     `before` is the value before the batch, and `parts` are the values after each part, with `sizes`
-    rows. Returns the values by the rules' names.
+    rows. Returns a dict from the name of the rule to the predicted value.
     """
     changes = [part - before for part in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]

@@ -185,7 +185,7 @@ class Workers:
         return arrays.own_rows(self.cut, self.group.rank, endless)
 
     def draw_seed(self) -> int:
-        """Return a random seed that the first process has drawn, the same in all processes.
+        """Return a random seed that the first process draws and sends to all others.
 
         Every process has to call this.
         """
@@ -265,11 +265,11 @@ class Workers:
         return train_and_check
 
     def wrap_tests(self, run: Steps) -> Steps:
-        """Wrap Keras' test function so that steps run one at a time, not in a common graph."""
+        """Wrap Keras' test function so that it runs its steps one at a time, not in one graph."""
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run the steps one by one that Keras would run in one call.
+        """Run one at a time the steps that Keras would run in a single call.
 
         Raises StopIteration if there is no batch.
         """
@@ -292,7 +292,8 @@ class Workers:
     def check_data(self, epoch_ends: bool = False) -> None:
         """Raise RequestError in every process if the processes have different batches.
 
-        At the end of an epoch, inputs are compared if the labels couldn't show a difference.
+        With `epoch_ends`, inputs are compared too if the epoch's labels were too uniform to show a
+        difference.
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):
@@ -355,9 +356,12 @@ class Workers:
     ) -> dict[str, Any]:
         """Exchange results with the other processes; update weights, variables and metrics.
 
-        `result` has the results for `own`, this process's rows. `digest` has hashes of the batch.
-        `began` is the step's start as Unix time. `starts` has the values, from before the step, of
-        the variables in `result.updates`. Returns the logs. Every process has to call this.
+        - `own`, `result`: this process's rows, and the results for them.
+        - `digest`: hashes of the batch.
+        - `began`: the step's start as Unix time.
+        - `starts`: for each variable in `result.updates`, its value before the step.
+
+        Returns the logs. Every process has to call this.
         """
         part = _compute_batch_fraction(own)
         changes = [
@@ -393,7 +397,7 @@ class Workers:
     def _list_shared_states(self) -> list[tuple[Any, str]]:
         """Return the non-trainable variables whose changes are summed over all processes.
 
-        Each comes with the rule by which its values are combined.
+        Each is paired with the rule for combining its values.
         """
         found, states = self.kinds[True], self.model.non_trainable_variables
         kinds = find_state_kinds(self.model, found)
@@ -480,7 +484,7 @@ class Workers:
         return sums
 
     def _note_data(self, digest: BatchDigests, labels: Any, inputs: Any) -> None:
-        """Record if hashes show that another process has different data.
+        """Compare hashes between the processes, and record if any process has different data.
 
         `labels` and `inputs` are vectors with the hashes of all processes' labels and inputs.
         """
@@ -582,7 +586,10 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def list_own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """Return this process's tensors, outputs or metrics, to be summed over all processes."""
+        """Return this process's tensors for the metrics, to be summed over all processes.
+
+        They are the outputs or the changes of the metrics' variables, and the tracked losses.
+        """
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
             if _measure_row_bytes(outputs) <= LARGEST_ROW:
@@ -608,7 +615,7 @@ class StepMetrics:
         self._model.compute_metrics(*batch)
 
     def finish(self, sums: Sequence[Any], loss: Any, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """Update the metrics by the tensors summed over all processes, and return the logs."""
+        """Update the metrics with the tensors summed over all processes, and return the logs."""
         left = iter(sums)
         sent = [next(left) for _ in _list_tensors(self._outputs)]
         for state, before in self._gaining:

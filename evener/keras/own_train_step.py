@@ -30,7 +30,7 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
 def _make_view(model: Any) -> Any:
     """Return an object with the model's attributes, whose `super().train_step` is the engine's.
 
-    The user's `train_step` runs on this object. What it sets on it is also set on the model.
+    The user's `train_step` runs on this object. Attributes that it sets are also set on the model.
     """
     kind = type(model)
     make_class: Any = type(kind)

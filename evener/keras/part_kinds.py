@@ -30,7 +30,7 @@ class PartKinds(msgspec.Struct, frozen=True):
     - `added`: kinds of the losses that layers add.
     - `states`: kinds of the non-trainable variables, by index.
     - `attributes`: kinds of the tensors that a call stores in attributes, by name.
-    - `valued`: indices of the outputs whose loss has a value for each row, and no mean of them.
+    - `valued`: indices of the outputs whose loss has one value per row instead of a mean.
     - `merged`: indices of the weights whose sparse gradients have at most one slice per table row.
 
     Values of unknown kind are combined as means over rows; audits show whether that is exact.
@@ -52,7 +52,7 @@ class PartKinds(msgspec.Struct, frozen=True):
 
 
 def weigh_part(kind: str, part: Any) -> Any:
-    """Return the weight with which a part's value counts in the batch's combined value.
+    """Return the weight of a part's value when the values of a batch's parts are combined.
 
     For a mean, it is `part`, the part's fraction of the rows. For a sum, it is 1, or 0 for a part
     without rows.
@@ -61,20 +61,20 @@ def weigh_part(kind: str, part: Any) -> Any:
 
 
 def list_mean_losses(model: Any, kinds: PartKinds) -> list[Any]:
-    """Return the metrics that track single outputs' losses, and are averaged over the parts.
+    """Return the metrics that track the loss of a single output and are averaged over the parts.
 
-    Those of losses with a value for each row are left out: they count rows, as other metrics do.
+    If a loss has a value for each row, its metric is left out: it counts rows, as the model's other
+    metrics do.
     """
     metrics = model._compile_loss.metrics if model._compile_loss else []
     return [metric for place, metric in enumerate(metrics) if place not in kinds.valued]
 
 
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-    """Count the units, other than rows, that a loss may be a mean over.
+    """Count the units, other than rows, over which the loss of these rows may be averaged.
 
-    They are time steps that a mask keeps, labels that aren't ignored, and the sum of the sample
-    weights. The result has the counts for these rows by unit ("steps", "labels", "weights"), for
-    those units that occur.
+    The keys are "steps" for time steps that a mask keeps, "labels" for labels that aren't ignored,
+    and "weights" for the sum of the sample weights. Units that don't occur are left out.
     """
     found = {}
     masks = [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(outputs)]

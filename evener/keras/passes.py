@@ -96,7 +96,7 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _is_counting(self, state: Any) -> bool:
-        """Return whether the variable is a metric's, except those that track a mean loss."""
+        """Return whether the variable belongs to a metric that doesn't track a mean loss."""
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
@@ -185,10 +185,10 @@ def weigh_change(update: StateUpdate, start: Any, part: Any) -> Any:
 
 
 def find_state_kinds(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return for each non-trainable variable, by `id()`, the rule to combine the parts' values.
+    """Return for each non-trainable variable, by `id()`, the rule for combining the parts' values.
 
-    Measured variables have the rule in `found`. Other variables are averaged by rows if they are
-    floats, and otherwise assumed to be the same on all devices. A random seed takes the last
+    Variables that were measured have their rule in `found`. Of the others, floats are averaged by
+    rows, and all else is assumed to be the same on all devices. A random seed takes the last
     device's value; within `draws_alike`, it is the same on all devices.
     """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED

@@ -21,7 +21,7 @@ from ..training.rebalance import Rebalancer, name_devices
 
 
 class ChangingCut(Cut):
-    """Division of each batch among devices; it can change without tracing the step again.
+    """Division of each batch among devices that can change without tracing the step again.
 
     The shares are variables, so a traced step uses their current values.
     """
@@ -98,7 +98,7 @@ class WorkTimes:
     def place_at_rank(self, own_work_s: Any, kind: Any) -> Any:
         """Return a vector with this process's work time at the index of its rank, and 0 elsewhere.
 
-        The sum of all processes' vectors has all work times. `kind` is the vector's dtype.
+        Summed over all processes, these vectors give all work times. `kind` is the vector's dtype.
         """
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 

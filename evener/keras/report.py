@@ -26,8 +26,9 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     In a group of processes, the first one reports for all.
 
     - `split`: the Split that built the model.
-    - `rows`: rows of a step, for a model without a split. With a split whose data set doesn't show
-      its rows per step, the global batch is used; if that is unknown too, nothing is reported.
+    - `rows`: rows of a step, for a model without a split. With a split, the data set shows how many
+      rows a step has. If it doesn't, the global batch is used; if that is unknown too, nothing is
+      reported.
     - `log`: add the metrics to the logs at the end of each epoch. Callbacks that read them, such as
       TensorBoard's, must come later in the list.
 

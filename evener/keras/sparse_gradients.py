@@ -5,7 +5,7 @@ clip each slice separately. On one device, nothing sums the slices before the op
 were summed here, the model would learn something else, so passes and processes only concatenate
 them.
 
-There is one exception. `tf.nn.embedding_lookup_sparse`, by which Keras also multiplies a sparse
+There is one exception. `tf.nn.embedding_lookup_sparse`, which Keras also uses to multiply a sparse
 input, reads each table row once, so on one device the gradient has one slice per row. The slices of
 such a gradient are merged after they were concatenated.
 """
@@ -39,7 +39,10 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """Return whether a sparse gradient joins several lookups, one of which reads each row once."""
+    """Return whether a sparse gradient joins several lookups, at least one of which has no repeats.
+
+    Such a lookup reads each table row only once.
+    """
     return isinstance(gradient, tf.IndexedSlices) and _joins_look_ups(gradient.indices)
 
 
@@ -62,7 +65,10 @@ def _find_source(indices: Any) -> Any:
 
 
 def merge_slices(gradients: Sequence[Any], indices: Sequence[int]) -> list[Any]:
-    """Merge the slices of the same table row, in the gradients that `indices` selects."""
+    """Merge slices of the same table row.
+
+    `indices` are the positions of the gradients to merge; the others are returned unchanged.
+    """
     return [
         _merge(gradient)
         if place in indices and isinstance(gradient, tf.IndexedSlices)
@@ -99,7 +105,7 @@ def make_spec(tensor: Any) -> Any:
 
 
 def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Replace gradients that are None here, but not in another process, by zeros.
+    """Fill in zeros for gradients that are None in this process, but not in another one.
 
     Otherwise, the processes would sum tensors of different lengths, and wait for each other
     forever. A gradient that is dense in any process becomes dense in all. Every process has to call
@@ -133,7 +139,7 @@ class PassGradient:
         self._one = pass_gradient
 
     def begin(self, passes: Any) -> Any:
-        """Return an empty gradient, to which `passes` passes can be added."""
+        """Return an empty gradient, with room for `passes` passes to be added."""
         if not isinstance(self._one, tf.IndexedSlices):
             return tf.zeros_like(self._weight)
         return [

@@ -1,4 +1,4 @@
-"""Measures what a Keras training step spends its time on: input, computing, or in between.
+"""Measures what a Keras training step spends its time on: input, computing, or between steps.
 
 The step's graph records when its rows are available. Time between two calls of the train function
 counts as callbacks; validation, saving files and evener's own checks are left out.
@@ -67,7 +67,7 @@ class StepTimes:
             self._ready.assign(tf.timestamp())
 
     def begin(self) -> None:
-        """Start to measure a new call of `fit`, which begins with warm-up steps."""
+        """Start measuring a new call of `fit`, which begins with warm-up steps."""
         self._left_out = WARM_STEPS
         self._ended_s = 0.0
 

@@ -56,7 +56,7 @@ class Tower(NamedTuple):
     def heads(self) -> list[Any]:
         """Return the tensors of this device from which the batch's loss is computed.
 
-        The gradients of the loss for them are sent back to the device.
+        The loss's gradients with respect to these tensors are sent back to the device.
         """
         logits = [find_logits(leaf) for leaf in keras.tree.flatten(self.outputs)]
         every = [
@@ -301,9 +301,10 @@ def _unpack_batch(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any,
 
 
 def _join_outputs(towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None) -> Tensors:
-    """Concatenate the outputs of all devices; outputs that were cut by length are padded before.
+    """Concatenate the outputs of all devices.
 
-    Raises RequestError if padding would count in losses that layers add.
+    If rows were assigned by length, outputs were trimmed, and are padded first. Raises RequestError
+    if padding would count in losses that layers add.
     """
     if assigned is None:
         return join_rows([tower.outputs for tower in towers])
