@@ -260,7 +260,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Check that all batches come from a single loader, which this strategy has made.
 
         Raises RequestError if they don't, or if training_step takes batches from the loader itself.
-        LBFGS and a learning-rate finder also raise it if there are several passes.
+        Also raises it for LBFGS or a learning-rate finder if there are several passes.
         """
         self._disable_retries_for_searches()
         given = private.loaders(self._trainer.fit_loop)
@@ -296,9 +296,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """Whether the learning-rate finder or LBFGS is in use, which decide by the loss's value.
+        """Whether the learning-rate finder or LBFGS is in use.
 
-        All ranks must then see the same loss.
+        Both make decisions that depend on the loss, so all ranks must then see the same loss.
         """
         finds_rate = any(map(private.searches_rate, self._trainer.callbacks))
         return finds_rate or self._has_lbfgs
@@ -409,7 +409,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _share_loss(self, result: Any) -> Any:
         """Set the loss's value to the mean over ranks, without changing its gradient.
 
-        Code that decides by the loss then decides the same on all ranks.
+        Code that makes decisions based on the loss then makes the same ones on all ranks.
         """
         loss = extract_loss(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())

@@ -85,10 +85,11 @@ class ModuleAudit:
     def _compute_manually(
         self, others: Sequence[Any], sketcher: GradientSketcher, part: Part
     ) -> None:
-        """Run a training_step with manual optimization, and summarize the gradients of its losses.
+        """Run a training_step with manual optimization on `part`, and add its losses to `sketcher`.
 
-        Weights that training_step changes are restored. Raises RequestError if training_step passes
-        no loss to `manual_backward`.
+        The sketcher summarizes the losses' gradients. `others` are training_step's arguments after
+        the batch. Weights that training_step changes are restored. Raises RequestError if
+        training_step passes no loss to `manual_backward`.
         """
         module = self._strategy.lightning_module
         counted = []

@@ -194,7 +194,7 @@ class PassMetrics:
     def _average_steps(self, before: dict[str, Any]) -> None:
         """Average each metric that is logged per step over the batch's passes so far.
 
-        `before` has the metrics' values from before this pass; metrics that it didn't log are
+        `before` has the metrics' values from before this pass. Metrics that the pass didn't log are
         skipped.
         """
         for name, metric in self._logged.items():

@@ -58,7 +58,7 @@ def default_states(metric: Any) -> dict[str, Any]:
 
 
 def move_batch(module: Any, batch: Any, device: Any) -> Any:
-    """Move a batch to a device by the transfer hooks of the module and its data module."""
+    """Move a batch to a device with the transfer hooks of the module and its data module."""
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
 

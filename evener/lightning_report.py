@@ -61,7 +61,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
                 logger.log_metrics(found, step=trainer.global_step - 1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stop timing until the next step, so that validation doesn't count as a part of it."""
+        """Stop timing until the next step, so that validation doesn't count as step time."""
         if self._clock is not None:
             self._clock.interrupt()
 

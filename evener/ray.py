@@ -1,4 +1,4 @@
-"""Train by a plan in Ray Train."""
+"""Train with a plan in Ray Train."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Audits of a Trainer: check that unequal shares give the same gradients as the whole batch.
 
-An audit computes the gradient of a few rows in one pass and by shares, with the trainer's own
-`compute_loss`. The rows of each share are collated separately. Their losses are weighted as in a
-training step. Under `evener run`, the gradient by shares is compared with the gradient that the
-script learns from under its own launcher: the mean of the gradients of equal parts.
+An audit computes the gradient of a few rows twice, with the trainer's own `compute_loss`: in one
+pass and divided into shares. The rows of each share are collated separately. Their losses are
+weighted as in a training step. Under `evener run`, the gradient of the shares is compared with the
+gradient that the script learns from under its own launcher: the mean of the gradients of equal
+parts.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class TrainerComputations:
         ]
 
     def _average_equal_parts(self, even: Sequence[Any]) -> Computation:
-        """Return the computation of equal parts whose losses are averaged, as under torchrun."""
+        """Return the computation that averages the losses of equal parts, as under torchrun."""
         items = self.count_items(even)
         if not self._trainer.args.average_tokens_across_devices:
             own = [self.count_items([each]) for each in even]
@@ -212,7 +213,7 @@ class TrainerComputations:
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes a batch's loss, and in which collectives raise an error.
+        """Return a function that computes a batch's loss, and fails if that calls a collective.
 
         `items` is passed to the loss as `num_items_in_batch`; None if the Trainer doesn't count
         items. The Trainer sees `world` processes.
@@ -243,7 +244,7 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 def _cut_passes(batch: Any, rows: int, max_rows: int) -> list[tuple[Any, int]]:
     """Cut a batch into passes of at most `max_rows` rows, and return each with its row count.
 
-    If `max_rows` is 0, there is one pass. A batch that can't be cut isn't divided either.
+    The result is a single pass if `max_rows` is 0, or if the batch can't be cut.
     """
     if not max_rows or rows <= max_rows:
         return [(batch, rows)]

@@ -14,7 +14,7 @@ ITEMS, ROWS = "num_items_in_batch", "rows"
 
 
 class TrainerLoss(msgspec.Struct, frozen=True):
-    """What a Trainer's loss is a mean over, and the factor by which the Trainer multiplies it.
+    """What a Trainer's loss is a mean over, and the factor that the Trainer multiplies it by.
 
     `mean_over` is "rows", "num_items_in_batch", "labels" or "shifted labels". `multiplied` is the
     factor: 1 or the number of processes. `certain` is False if several means fit the loss.

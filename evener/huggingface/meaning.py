@@ -145,7 +145,7 @@ class LossFinder:
     def find(self) -> TrainerLoss | None:
         """Return what the loss is a mean over, or None if its gradients can't be compared.
 
-        Raises RequestError if training by shares would change the loss.
+        Raises RequestError if training with unequal shares would change the loss.
         """
         try:
             return self._find_by_losses_if_needed()
@@ -190,7 +190,7 @@ class LossFinder:
         return None
 
     def _find_factor(self, reference: Sketch) -> int:
-        """Return the factor by which the Trainer multiplies its loss if it sees several processes.
+        """Return the factor that the Trainer multiplies its loss by if it sees several processes.
 
         It is 1 or the number of processes. `reference` has the gradients of a single process.
         """
@@ -264,7 +264,7 @@ class LossFinder:
         return fitting
 
     def _agree_on(self, own: bool) -> bool:
-        """Return `own`; for a sharded model, return the first rank's `own` on all ranks.
+        """Return `own`, or for a sharded model the first rank's value, so that all ranks agree.
 
         Every rank of a sharded model has to call this.
         """
@@ -314,9 +314,9 @@ class LossFinder:
             ]
 
     def _refuse(self, loss: TrainerLoss) -> None:
-        """Raise RequestError if an audit confirms that training by shares changes the gradient.
+        """Raise RequestError if an audit confirms that unequal shares change the gradient.
 
-        A difference that comes from random numbers alone is accepted.
+        Differences that are only due to random numbers are accepted.
         """
         found = self._audit_shares(loss)
         if found is None:
@@ -388,10 +388,10 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, is_sharded_model: bool
 ) -> TrainerLoss | None:
-    """Return on every rank the result of the first rank that has one.
+    """Return what the loss is a mean over, as found by the first rank that has a result.
 
-    The result is None if no rank has found what the loss is a mean over. A RequestError on any rank
-    is raised on every rank. Every rank has to call this.
+    All ranks return the same. The result is None if no rank has found it. A RequestError on any
+    rank is raised on every rank. Every rank has to call this.
     """
     # Another error means that memory ran out, or that the script has an error, which its first step
     # will raise again.
@@ -408,10 +408,11 @@ def _find_on_first_rank(
 def _find_or_return_error(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, is_sharded_model: bool
 ) -> _Finding:
-    """Return this rank's result, or a RequestError's message as a result.
+    """Return what this rank finds, or the message of an error, so that all ranks can compare them.
 
-    Other errors lead to a warning. With `keeps_launcher`, their message is returned instead, unless
-    memory ran out. For a sharded model, running out of memory raises DeviceError.
+    A RequestError's message and remedy are returned. Any other error is only a warning, and nothing
+    is found; with `keeps_launcher`, its message is returned instead, unless memory ran out. For a
+    sharded model, running out of memory raises DeviceError.
     """
     try:
         return _Finding(find())

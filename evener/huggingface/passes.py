@@ -75,7 +75,10 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """Count the labels over which each pass's loss is averaged, as a list for each global batch."""
+    """Count the labels in each pass, as a list for each global batch.
+
+    Only labels that the pass's loss is a mean over are counted.
+    """
     counts = []
     first = 0
     for step in sizes:
@@ -172,7 +175,7 @@ class TrainerPasses:
             loss.register_hook(lambda _: self._passes.note_backward())
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """Replacement of `accelerator.backward` that records when a pass's gradients are ready."""
+        """Replacement for `accelerator.backward` that records when a pass's gradients are ready."""
         self._passes.open()
         self._backward(loss, **options)
         self._passes.close()

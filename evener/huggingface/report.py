@@ -62,7 +62,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.end(rows, () if index is None else (index,))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stop timing until the next step, so that an evaluation doesn't count as a part of it."""
+        """Stop timing until the next step, so that an evaluation doesn't count as step time."""
         if self._clock is not None:
             self._clock.interrupt()
 

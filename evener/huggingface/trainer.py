@@ -217,10 +217,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Fetch the next optimizer step's passes of this rank, and return them with the item count.
+        """Fetch this rank's passes for the next optimizer step, and return them and the item count.
 
-        The passes are listed by global batch. The item count is `num_items_in_batch` of all ranks,
-        or None if the trainer doesn't count items.
+        The passes are a list for each global batch. The item count is `num_items_in_batch` of all
+        ranks, or None if the trainer doesn't count items.
         """
         self._planned.end()
         passes = list(islice(epoch_iterator, num_batches))  # a list for each global batch
@@ -383,8 +383,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def excess(self) -> int:
         """Factor by which the loss is deliberately left too large.
 
-        With `keeps_launcher`, evener trains as the script's own launcher does, whose loss may be a
-        multiple of the mean. Otherwise, the factor is 1.
+        With `keeps_launcher`, evener trains as the script's own launcher does, and the launcher's
+        loss may be a multiple of the mean. Otherwise, the factor is 1.
         """
         # Without `keeps_launcher`, the weights of the passes correct the loss.
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1

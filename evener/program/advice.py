@@ -121,7 +121,7 @@ def advise_lightning() -> str:
 
 
 def _share_rows(name: str, loader: Any) -> list[str]:
-    """Return suggested lines of code that give each rank its own rows by a `DistributedSampler`.
+    """Return suggested lines of code that give each rank its own rows, with a `DistributedSampler`.
 
     `name` is the script's variable for the loader.
     """
@@ -206,7 +206,11 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str,
 
 
 def _list_names(frame: FrameType) -> dict[str, Any]:
-    """Return a frame's variables, its objects' attributes and its lists' elements, by name."""
+    """Return the values that code in this frame can use, by name, such as "model" or "self.model".
+
+    They are the frame's variables, attributes of the user's objects among them, and the elements of
+    lists.
+    """
     # attributes are listed for objects of the script's own classes
     names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}
     attributes = {}

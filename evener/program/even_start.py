@@ -41,10 +41,12 @@ class RankStart(msgspec.Struct):
 class EvenStart:
     """Keeps shares equal in a trainer's first steps, until all ranks decide if they may differ.
 
-    `exchange` gathers one `RankStart` from each rank. `stay` is called with the reason if shares
-    have to stay equal, and `leave` is called when unequal shares begin. All ranks call the same one
-    after the same batch. Neither is called if an audit has found a difference, because the audit
-    itself then keeps shares equal.
+    - `exchange`: gathers one `RankStart` from each rank.
+    - `stay`: called with the reason if shares have to stay equal.
+    - `leave`: called when unequal shares begin.
+
+    All ranks call the same one of `stay` and `leave`, after the same batch. Neither is called if an
+    audit has found a difference, because the audit itself then keeps shares equal.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class EvenStart:
         return shares
 
     def note_collective(self, name: str, line: str) -> None:
-        """Remember the first collective that a callback of the user's has called, with its line."""
+        """Remember the first collective that a callback of the user has called, with its line."""
         if not self._exchanged:
             self._exchanged = f"{name} ({line})"
 
@@ -126,8 +128,8 @@ def _find_fault(observations: list[RankStart]) -> str:
 def find_callback() -> str:
     """Return the line of the user's callback that is calling a collective, such as "train.py:12".
 
-    A callback is code of the user's that a trainer, such as Lightning's, has called. The result is
-    "" if no callback is running. Call this from the collective's hook.
+    A callback is the user's code, called by a trainer such as Lightning's. The result is "" if no
+    callback is running. Call this from the collective's hook.
     """
     # evener counts as a library, too. A trainer runs if it is on the call stack.
     frame: FrameType | None = sys._getframe(1)

@@ -178,10 +178,10 @@ class Exchanges:
             return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
     def note_entered(self, collective: str, affected: str) -> None:
-        """Record that a collective's result affects something, which keeps shares equal.
+        """Record that a collective's result affects something, so that shares have to stay equal.
 
-        `affected` is for example "its loss". The first such record becomes `fault`. Nothing is
-        recorded if `collective`, which describes the collective, is "".
+        `affected` names what is affected, for example "its loss". The first such record becomes
+        `fault`. Nothing is recorded if `collective`, which describes the collective, is "".
         """
         if collective and not self.fault:
             self.fault = (
@@ -193,7 +193,7 @@ class Exchanges:
     def handling_rows(self) -> Iterator[None]:
         """Context manager for library code that handles ranks' different row counts itself.
 
-        Meanwhile, collectives are run without padding, and exchanged rows don't make shares stay
+        In it, collectives run without padding, and exchanging rows isn't a reason to keep shares
         equal.
         """
         before, self._knows_rows = self._knows_rows, True
@@ -282,7 +282,10 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """Return whether the call adds up or gathers values, each a rank's sum over its own rows."""
+    """Return whether the call adds up or gathers sums over rows, from all ranks.
+
+    Each value in the call has to be a sum over the rows of this rank's batch.
+    """
     every = _tensors(call)
     if call.name == "all_reduce":
         is_sum = _name_operation(call) in _SUMMING

@@ -1,7 +1,7 @@
 """Check the user's own loss on one batch: would unequal shares change what is learned?
 
 This check, an audit, runs before shares become unequal, and at intervals afterwards. It records the
-functions with which the user's script computes the loss. Then it runs these functions and their
+function calls that compute the loss in the user's script. Then it runs these functions and their
 backward pass twice on a few rows. The first run has equal parts, like the script's own launcher.
 The second has parts in proportion to the shares. The script's own code runs only once, and its
 state is restored.
@@ -83,7 +83,7 @@ class Guard(Recorder):
       None, rows are cut from the batch itself.
     - `rows`: number of rows in the batch, for batches whose tensors differ in length.
     - `origins`: tracks values that ranks exchange; None ignores such values.
-    - `sketcher`: creates a GradientSketcher; by default, one for the models' gradients alone.
+    - `sketcher`: creates a GradientSketcher; by default, one that only sees the models' gradients.
     - `step`: number of the training step, for messages.
     - `agree`: exchanges error messages with all ranks, and returns the first one. Pass it if ranks
       communicate inside the model, as under FSDP; then losses are compared instead of gradients.
@@ -165,7 +165,7 @@ class Guard(Recorder):
             super()._write(*arguments, **options)
 
     def _is_user_constant(self, tensor: torch.Tensor) -> bool:
-        """Return whether the step reads this tensor without computing it, such as task weights.
+        """Return whether the tensor is a small constant of the script, such as task weights.
 
         The result is False for totals over all ranks' rows, because shares don't change them.
         """
@@ -174,7 +174,10 @@ class Guard(Recorder):
         return super()._is_user_constant(tensor) and not is_total
 
     def _record_number_use(self, function: Any, arguments: Any) -> None:
-        """Record a call that scales gradients or weights by a value of this rank's own rows."""
+        """Record a call that scales gradients or weights by a number from this rank's rows.
+
+        Such a number was computed from the rows, or from how many there are.
+        """
         super()._record_number_use(function, arguments)
         if self.local_use or not is_arithmetic(function):
             return
@@ -263,7 +266,10 @@ class Guard(Recorder):
             self._busy = False
 
     def _do_parts_add_up(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """Return whether the tensors for two parts of the rows add up to that for all rows."""
+        """Check whether the tensor is a sum over rows, by computing it again for a few rows.
+
+        Returns True if its values for two parts of these rows add up to its value for all of them.
+        """
         # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
         # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)
@@ -288,7 +294,7 @@ class Guard(Recorder):
         return int(tensor.detach()) in (0, 1) and not self.comes_from_batch(tensor)
 
     def depends_on_rows(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor would have another size if the batch had fewer rows.
+        """Return whether the tensor would have a different size if the batch had fewer rows.
 
         The result is also True if the tensor was computed from the batch, but can't be computed
         again from fewer rows.
@@ -371,7 +377,7 @@ class Guard(Recorder):
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
         """Compare the loss of a few rows with their loss in unequal parts, together with all ranks.
 
-        Every rank has to call this. Returns the first rank's error message, or "" without any.
+        Every rank has to call this. Returns the first rank's error message, or "" if there is none.
         """
         few = choose_few_rows(self.batch, self.rows)
         fault = record if isinstance(record, str) else ""
@@ -447,7 +453,8 @@ class Guard(Recorder):
     def _find_random_count(self, record: LossRecord, counts: int) -> str:
         """Return an error message if the loss is divided by a random count, or "".
 
-        An example is the number of tokens that the user's script has masked at random.
+        An example is the number of tokens that the user's script has masked at random. `counts`
+        says which constants change with the row count, as in `LossRecord.compute`.
         """
         # the audit has drawn the same numbers for every row, so that all rows count equally
         few = None if self._is_ragged else choose_few_rows(self.batch, self.rows)

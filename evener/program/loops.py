@@ -1,4 +1,4 @@
-"""Divide the rows of a user's plain PyTorch loop by shares instead of equally.
+"""Divide the rows of a user's plain PyTorch loop in proportion to the shares instead of equally.
 
 Such a loop has a DataLoader whose sampler divides rows evenly, and a DistributedDataParallel model.
 Each rank draws the batches of all ranks from copies of its batch sampler. Thus each rank knows the
@@ -158,7 +158,7 @@ class Loop:
     def varies(self) -> bool:
         """Return whether the data set returns different samples for the same index.
 
-        It is read twice with the same random state. The result is False if reading fails.
+        One sample is read twice, with the same random state. The result is False if reading fails.
         """
         with suppress(Exception):  # the user's code may not support this call
             copied_data = copy_dataset(self._loader.dataset)
@@ -261,8 +261,8 @@ class SharedBatches:
 
         If rows can't be divided, yield the rank's own batches instead. `drawn` iterates over the
         batches of the script's own sampler. `resumes` is True if it starts in the middle of an
-        epoch. Raises RequestError if the script's sampler draws other rows later in the epoch than
-        at its beginning.
+        epoch. Raises RequestError if a later batch from the script's sampler isn't the one that was
+        predicted at the start of the epoch.
         """
         # The script's sampler is advanced with each batch: a loop may leave an epoch early, and the
         # rows of the next epoch may depend on how far the sampler got.

@@ -40,7 +40,7 @@ class TensorMarks:
             }
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the tensor's own mark, or else the mark of its storage; "" without either."""
+        """Return the tensor's own mark, or else the mark of its storage; "" if neither has one."""
         if tensor in self._made:
             return self.find_own(tensor)
         storage = find_storage(tensor)

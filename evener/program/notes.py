@@ -150,8 +150,8 @@ class Notebook:
     def leave(self) -> None:
         """Write this rank's `RankNote` to the folder that `evener run` has chosen.
 
-        If nothing has trained by shares, print a reason that is still pending. Without a folder,
-        nothing happens.
+        If nothing has trained with the plan's shares, print a reason that is still pending. Without
+        a folder, nothing happens.
         """
         if not self.settings.folder:
             return

@@ -73,7 +73,7 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the collective from whose values this tensor was computed, or "" if none is known.
+        """Return the collective whose values this tensor was computed from, or "" if none is known.
 
         The result is also "" for a tensor that a collective itself has filled.
         """

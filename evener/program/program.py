@@ -1,4 +1,4 @@
-"""State and hooks for a user's script that trains by DDP, FSDP or DeepSpeed under `evener run`."""
+"""State and hooks for a script that trains with DDP, FSDP or DeepSpeed under `evener run`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Program:
         self._begin_undecided()
 
     def _begin_undecided(self) -> None:
-        """Reset all state to that before the first step, with equal shares."""
+        """Reset all state to what it was before the first step, when shares were equal."""
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # the loop that yielded the latest batch
         self._other_loop: Any = None  # another loop whose batch belongs to the same step
@@ -128,7 +128,7 @@ class Program:
         self._record_model(model)
 
     def _record_model(self, model: Any) -> None:
-        """Record a model that is wrapped, for example in DDP, in place of its submodules.
+        """Record a model that is wrapped, for example in DDP, and drop records of its submodules.
 
         Nothing happens if the model is itself a submodule of a recorded one.
         """
@@ -205,7 +205,7 @@ class Program:
         self._has_begun_early = not self.models
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook before a step that checks whether values from other ranks affect it."""
+        """Optimizer hook before a step: check whether values from other ranks affect the step."""
         if self._guard is not None:
             self._guard.steps = True
             if self.training is None:
@@ -214,7 +214,7 @@ class Program:
     def _check_exchanged_values(self, optimizer: Any) -> None:
         """Record if values from other ranks affect the loss, gradients, weights or settings.
 
-        The settings are those of the optimizer, such as its learning rate.
+        The settings are the optimizer's, such as its learning rate.
         """
         exchanges = self.exchanges
         if not exchanges.origins.seen:
@@ -239,7 +239,7 @@ class Program:
             exchanges.note_entered(exchanges.origins.read, "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
-        """Optimizer hook that runs after a step, and prints why shares stay equal if they have to.
+        """Optimizer hook that runs after a step; if shares have to stay equal, it prints why.
 
         In strict mode, it raises RequestError instead of training on.
         """
@@ -315,10 +315,11 @@ class Program:
             self._end_strictly(words)
 
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of gradient clipping: if it comes before gradients are averaged, shares stay equal.
+        """Hook of gradient clipping that keeps shares equal if gradients are clipped too early.
 
-        The clipped gradients would otherwise depend on the shares. Raises RequestError if the
-        script trains by the plan's shares already.
+        They are if each rank clips its own gradients before they are averaged, because the result
+        then depends on the shares. Raises RequestError if the script trains by the plan's shares
+        already.
         """
         if not self._others and any(
             not getattr(model, "require_backward_grad_sync", True) for model in self.models
@@ -346,10 +347,10 @@ class Program:
         )
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
-        """Record a collective that a callback of the user's calls in a library's trainer.
+        """Record a collective that the user's callback calls in a library's trainer.
 
         `start` watches the trainer's first steps, and `name` is the collective. After these steps,
-        unequal shares lead to a warning instead.
+        print a warning instead if shares are unequal.
         """
         line = find_callback()
         if not line or not start.is_training:
@@ -508,7 +509,8 @@ class Program:
     def end(self, loop: Any) -> None:
         """End a loop over a loader, whether it ran to the end or the script left it early.
 
-        If it trained by shares, the ranks compare their last steps, so every rank has to call this.
+        If it trained with the plan's shares, the ranks compare their last steps, so every rank has
+        to call this.
         """
         self._drop_guard()
         if loop.is_over:
@@ -579,7 +581,7 @@ class Program:
             )
 
     def _compare_records(self, loop: Any) -> None:
-        """Compare all ranks' records of the last steps; make shares equal if one has a problem.
+        """Compare all ranks' records of the last steps; if a rank has a problem, make shares equal.
 
         Every rank has to call this. Raises RequestError if ranks have trained with different row
         orders or learning rates.
@@ -659,7 +661,7 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Exchange error messages with all ranks, and return the first one, or "" without any.
+        """Exchange error messages with all ranks, and return the first one, or "" if there is none.
 
         Every rank has to call this.
         """
@@ -881,7 +883,10 @@ def share_state(trainer: Any, kind: type[Any]) -> Any:
 
 @contextmanager
 def stays_if_refused(trainer: Any) -> Iterator[None]:
-    """Context manager that keeps shares equal on an EvenerError, and then restores the trainer."""
+    """Context manager that handles an EvenerError by keeping shares equal for this script.
+
+    The trainer's attributes are then restored, so that it trains as if evener hadn't changed it.
+    """
     before = dict(vars(trainer))
     try:
         with kept_state():

@@ -48,7 +48,7 @@ def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
 
 
 def choose_weighted(models: Iterable[Any]) -> Weigh:
-    """Return what a rank's weight multiplies: "loss" for sharded models, else "gradients"."""
+    """Return what a rank multiplies by its weight: "loss" for sharded models, else "gradients"."""
     return "loss" if any(map(find_library, models)) else "gradients"
 
 

@@ -92,7 +92,7 @@ class Totals:
     ) -> str:
         """Check a call that uses totals, and mark its result as a total if shares can't change it.
 
-        Returns `collective`, which has computed the totals, if shares may change the result, and
+        Returns `collective`, the one that computed the totals, if shares may change the result, and
         otherwise "".
         """
         # A result that also uses this rank's own rows isn't marked. Own rows with gradients are a
@@ -110,7 +110,7 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Check a call that uses gathered values, which are in one tensor per rank.
+        """Check a call that uses gathered values, with each rank's in its own tensor.
 
         If the function joins the tensors of all ranks, mark the result as gathered values, and
         return "". Otherwise return the first of `parts`, the collectives that gathered the values.
@@ -127,7 +127,7 @@ class Totals:
         """Check a call that uses a tensor of gathered values, one per rank.
 
         Their sum is a total. Returns "" if shares can't change the call's result, and otherwise
-        `collective`, which has gathered the values.
+        `collective`, the one that gathered the values.
         """
         if function in _SUMS and len(leaves) == 1:
             self._whole.mark(result, collective)

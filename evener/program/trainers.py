@@ -180,7 +180,7 @@ _start = subprocess.Popen.__init__
 
 
 def _start_no_python(process: Any, command: Any, *more: Any, **options: Any) -> None:
-    """Replacement of `Popen.__init__` that doesn't let the script start Python or torchrun.
+    """Replacement for `Popen.__init__` that doesn't let the script start Python or torchrun.
 
     Raises RequestError if the script tries to.
     """

@@ -282,7 +282,7 @@ class UnchangedTraining:
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Hook of `autograd.backward` that counts backward passes.
 
-        Timing begins in a backward pass after the first update.
+        The first backward pass after the first update starts the timing.
         """
         if self._timer is None and self._device is not None and not self._is_over:
             with self._harmless:
@@ -398,7 +398,7 @@ class UnchangedTraining:
         """Return whether something else reports this process's steps.
 
         The result is "nobody", "other", or "undecided" while the processes may still begin to train
-        by shares. It is also "other" if the number of processes is unknown.
+        with a plan's shares. It is also "other" if the number of processes is unknown.
         """
         own = None if self._reporter is None else self._reporter.reporter
         if is_reported_elsewhere(own):

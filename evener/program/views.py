@@ -176,11 +176,11 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, loader_obstacle: str) -> str:
-    """Return why evener can't use unequal shares for an optimizer's model, or "".
+    """Return why evener can't use unequal shares for the model that an optimizer trains, or "".
 
-    If the model is suitable, the loader is the cause, and the result is `loader_obstacle`. Without
-    `models`, the result says that no model is wrapped. The result is "" if the optimizer trains
-    none of `models`.
+    - The result is "" if the optimizer trains none of `models`.
+    - Without `models`, the result says that no model is wrapped.
+    - Otherwise, the cause isn't the model but the loader, and the result is `loader_obstacle`.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:
