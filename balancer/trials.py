@@ -332,7 +332,7 @@ def dry_run(job: Job, report: Report, stop: threading.Event) -> DryRunResult | N
 
 
 def _limit_to_first_device(job: Job) -> Job:
-    """Return a copy of the job for its first device only."""
+    """Return a copy of the job that uses only its first device."""
     machine = job.machine
     request = job.request
     if machine is not None:

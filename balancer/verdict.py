@@ -301,7 +301,7 @@ class PassStatistics(msgspec.Struct, frozen=True):
 class ObjectiveReached(msgspec.Struct, frozen=True):
     """The value that the plan reaches for an objective other than speed, such as samples per joule.
 
-    `gain` is how much better it is than the value of the fastest layout, as a fraction.
+    `gain` says how much better this is than what the fastest layout reaches, as a fraction.
     """
 
     objective: str

@@ -106,7 +106,7 @@ def grey_noise(rows: int) -> tuple[Any, Any]:
 def text_lengths(rows: int, median: float, sigma: float, longest: int, seed: int = 0) -> Any:
     """Return text lengths in tokens, drawn from a lognormal distribution and limited to `longest`.
 
-    They are at least 1. `sigma` is the standard deviation of the lengths' logarithm.
+    They are at least 1. `sigma` is the standard deviation of the logarithm of the lengths.
     """
     lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, rows)
     return np.clip(np.rint(lengths), 1, longest).astype(np.int64)

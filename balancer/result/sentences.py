@@ -215,7 +215,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how much longer each job takes when several share a device than when it runs alone."""
+    """Yield a phrase that says how much longer a job takes if it shares the device with others."""
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
@@ -1021,8 +1021,8 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
 def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --budget") -> str:
     """Return a warning about a measurement as a sentence, with the device's label if known.
 
-    `on_gpus` means that heat and power limits may be named as causes. `longer` says how the user
-    can measure longer.
+    `on_gpus` means that heat and power limits may be named as causes. `longer` is what the user
+    should give to measure longer, as words for the sentence.
     """
     value = doubt.value
     part = percent(doubt.taken)
@@ -1166,7 +1166,7 @@ def write_end(verdict: Verdict, reason: str) -> str:
 
 
 def _drop_batches(rival: Rival) -> str:
-    """Return a layout's name without the rows of each device, which some names end with."""
+    """Return a layout's name, without the rows of each device that some names end with."""
     return rival.name.removesuffix(f", {' + '.join(map(str, rival.batches))}")
 
 

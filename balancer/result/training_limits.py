@@ -1,8 +1,8 @@
 """Find what limits the training speed of the recommended layout, such as waiting for input.
 
 A limit is a part of the step time that could be removed. The parts are measured by probes on real
-devices, so simulated devices have no limits. Times are in seconds per optimizer step. Of all ranks,
-the one where a part takes longest counts, because the others wait for it.
+devices, so simulated devices have no limits. Times are in seconds per optimizer step. If a part's
+time differs between ranks, the longest counts, because the other ranks wait for it.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ The result is the slowdown of the second run, with a 95 % interval, and the part
 causes it. The functions have no side effects.
 
 Other programs, on this machine or on other virtual machines of its host, slow whole training runs
-by tens of percent, each run differently. They don't change the duration of a quick step (the 5th
-percentile of step times) on a CPU core at full speed. So two training runs are compared by the
-quick steps of their fastest windows, corrected for the speed of the core (`quick_steps.py`). Quick
-steps don't contain work that isn't in every step, such as writing checkpoints or waiting for late
-rows. The additional time that the second run certainly takes for such work is therefore added to
-its slowdown.
+by tens of percent, and each run by a different amount. They don't change the duration of a quick
+step (the 5th percentile of step times) on a CPU core at full speed. So two training runs are
+compared by the quick steps of their fastest windows, corrected for the speed of the core
+(`quick_steps.py`). Quick steps don't contain work that isn't in every step, such as writing
+checkpoints or waiting for late rows. The additional time that the second run certainly takes for
+such work is therefore added to its slowdown.
 
-A run's journal has a line for each window, a series of steps. Runs without quick steps in their
+A run's journal has a line for each window (a series of steps). Runs without quick steps in their
 journals are compared by the means of these windows. A disturbance lasts for several windows, so
 consecutive windows are correlated. They are therefore grouped into blocks, and the interval is
 widened by the correlation between consecutive blocks.

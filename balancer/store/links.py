@@ -105,7 +105,7 @@ def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
 
 
 def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str], LinkMeasurement]:
-    """Return the newest successful measurement for each set of devices, by the ids of the devices.
+    """Return the newest successful measurement for each set of devices, keyed by the devices' ids.
 
     Only measurements over the transport that this environment selects are used.
     """

@@ -36,7 +36,7 @@ def _leave_on_host(module: Any) -> None:
 
 
 class RecipeShards:
-    """Shards a recipe's model and optimizer over the ranks, by the fractions in `setup.state`.
+    """Shards a recipe's model and optimizer over the ranks, using the fractions in `setup.state`.
 
     It also runs a first optimizer step, to measure the memory of weights, gradients and optimizer
     state.

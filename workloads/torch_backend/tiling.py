@@ -1,9 +1,9 @@
-"""Cut images into tiles on several devices, which copy the borders from each other.
+"""Cut images into tiles on several devices, which copy the pixels at the borders from each other.
 
-The result is exactly that of the whole image. Each output tile of a layer is a range of rows and
-columns. The tile's device has most of the input for it, copies the rest from neighboring tiles, and
-pads with zeros outside the image. Nothing is computed twice and nothing is approximated, so sizes
-that don't divide evenly need no special case.
+The result is exactly the same as for the whole image. Each output tile of a layer is a range of
+rows and columns. The tile's device has most of the input for it, copies the rest from neighboring
+tiles, and pads with zeros outside the image. Nothing is computed twice and nothing is approximated,
+so sizes that don't divide evenly need no special case.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def tile_device(devices: Sequence[torch.device], i: int, j: int) -> torch.device
 
 
 def run_tiled(layers: nn.Sequential, tiles: Tiles) -> Tiles:
-    """Return the output of the layers for a tiled image, which equals that for the whole image."""
+    """Apply layers to a tiled image, with the same output as for the whole image."""
     for layer in layers:
         match layer:
             case nn.Conv2d():
