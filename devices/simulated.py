@@ -251,7 +251,10 @@ class _LoadMeter:
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """Return the device's mean load since the last reading, with the peak of its memory use."""
+        """Return the device's load since the last reading.
+
+        The values are means, except for the memory use, which is the peak.
+        """
         self._note(now)
         past = self._past
         self._past = []

@@ -179,7 +179,7 @@ class NvidiaGpus(Backend):
         return NvmlVitals(device)
 
     def bus_address(self, device: Device) -> str:
-        """Return the GPU's PCI address such as `0000:3b:00.0`, or "" if it is unknown.
+        """Return the GPU's PCI address, such as `0000:3b:00.0`, or "" if it is unknown.
 
         MIG instances have no address.
         """

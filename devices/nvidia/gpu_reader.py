@@ -456,8 +456,8 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read
 class GpuProcesses:
     """Lists the processes on a GPU, with their use of memory and multiprocessors.
 
-    Only use of multiprocessors after `since`, in microseconds of the driver's clock, is counted.
-    NVML can't report it for MIG instances.
+    Multiprocessor use is counted from the time `since`, in microseconds of the driver's clock. NVML
+    can't report it for MIG instances.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:

@@ -66,8 +66,8 @@ def raise_if_gone(code: int) -> None:
 class Schedule:
     """Decides when to read a metric again, and keeps its last value.
 
-    A metric that isn't supported is tried again after 60 seconds, and one that this user may not
-    read after 10 seconds.
+    A metric that isn't supported is tried again after 60 seconds. A metric that this user isn't
+    allowed to read is tried again after 10 seconds.
     """
 
     __slots__ = ("_at", "_due", "_last", "_period")

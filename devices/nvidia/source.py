@@ -223,10 +223,9 @@ def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> Devi
 
 
 def explain_unreadable(sample: DeviceSample) -> str:
-    """Return a message that says why a GPU's main metrics can't be read.
+    """Return a message that says why a GPU's use, memory, temperature and clock can't be read.
 
-    The main metrics are use, memory, temperature and clock. Returns "" if any of them can be read,
-    or if none of their readings is denied or stale.
+    Returns "" if any of them can be read, or if none of these readings is denied or stale.
     """
     vital = (
         sample.utilization_percent,

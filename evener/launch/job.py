@@ -111,7 +111,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """The name of the rendezvous, with a checksum of the plan.
+        """The name under which the hosts meet: it contains a checksum of the plan.
 
         It is the same on all hosts.
         """

@@ -161,7 +161,7 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Remove Python's own options from its arguments.
+    """Remove the options of Python itself from the arguments of a `python` command.
 
     The result begins with the script, `-m` or `-c`, or is [] if there is none of them.
     """

@@ -179,8 +179,8 @@ class TrainingJournal:
     """Writes the journal of a training run. Only the first rank has one.
 
     `devices` and `shares` have an item for each rank. `plan_created` is the time at which the plan
-    was made, or "" without a plan. If the file can't be written, a warning is issued, and entries
-    are kept in memory and written later.
+    was created, or "" if there is no plan. If the file can't be written, a warning is issued, and
+    entries are kept in memory and written later.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Replace an attribute of an object for a while."""
+"""Replace an attribute of an object temporarily."""
 
 from __future__ import annotations
 

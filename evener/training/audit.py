@@ -155,10 +155,10 @@ def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] 
 def find_largest(
     reference: Sketch, trained: Sketch, noises: Mapping[str, float]
 ) -> GradientDifference | None:
-    """Return the difference of the tensor whose gradient differs most between two computations.
+    """Return the difference for the tensor whose gradients differ most.
 
-    `noises` maps each tensor to the relative difference that rounding alone causes. Returns None if
-    nothing can be compared.
+    `reference` and `trained` are two computations of the gradient. `noises` maps each tensor to the
+    relative difference that is caused by rounding alone. Returns None if nothing can be compared.
     """
     # to compare tensors, each difference is divided by the rounding that is allowed for its tensor
     names = sorted(reference.sums.keys() | trained.sums.keys())

@@ -304,8 +304,8 @@ class Rebalancer:
     def _limit_room(self, room: Room, limit: int) -> Room:
         """Return `room`, reduced to `limit` rows per pass because larger passes ran out of memory.
 
-        `room` is returned unchanged if it isn't larger, or if `limit` is 0, because memory hasn't
-        run out.
+        A `limit` of 0 means that memory hasn't run out. Then, or if the room is no larger than
+        `limit`, `room` is returned unchanged.
         """
         if not limit or limit >= room.at_once:
             return room

@@ -91,7 +91,7 @@ class StepRecord:
     def add(
         self, shares: tuple[int, ...], own_work_s: float, step_s: float, disturbed: bool
     ) -> None:
-        """Add a step's compute time and its whole duration in seconds; NaN if unknown.
+        """Add a step's compute time and its total duration, both in seconds; NaN if unknown.
 
         `disturbed` is True if the step was slow for another reason, such as a check of the loss.
         """
