@@ -38,7 +38,7 @@ def leave_hooks_uncompiled() -> None:
 
 
 class ProcessHooks:
-    """Hooks of the whole process, which stay registered as long as any object holds them.
+    """Hooks of the whole process, which stay registered while any object holds them.
 
     `register` registers the hooks, and returns handles with a `remove` method.
     """

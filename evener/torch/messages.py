@@ -60,7 +60,7 @@ def _decode(text: torch.Tensor, value_type: Any) -> Any:
 
 
 def _choose_device() -> torch.device:
-    """Return the device from which messages are sent."""
+    """Return the device to send messages from."""
     # the CPU if the default group has a backend for it
     exchanged = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
     if "cpu" in exchanged:

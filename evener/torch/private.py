@@ -1,4 +1,4 @@
-"""Parts of PyTorch that aren't documented, but that evener uses, all in one place."""
+"""All undocumented parts of PyTorch that evener uses."""
 
 from __future__ import annotations
 

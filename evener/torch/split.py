@@ -404,7 +404,7 @@ class Split(PlannedTraining):
         """Context manager in which the model's gradients are accumulated without an all-reduce.
 
         Use it for all but the last step of gradient accumulation. It has no effect on a model
-        without a `no_sync` method, as with a single rank.
+        without a `no_sync` method, for example with a single rank.
         """
         return cast(
             AbstractContextManager[None],

@@ -208,7 +208,7 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, operations: tuple[Any, ...], caller: FrameType) -> None:
-        """Called before each backward pass; audits the loss soon if it's computed in a new way.
+        """Called before each backward pass; has the loss audited soon if it's computed differently.
 
         `operations` are the last operations that computed the loss, and `caller` is the frame that
         called `backward`.
@@ -528,10 +528,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what is computed
 
     def _hash_trained(self) -> int:
-        """Return a hash of which parameters are trained.
-
-        If it changes, another audit is due.
-        """
+        """Return a hash of the set of trained parameters; if it changes, another audit is due."""
         models = self._training.weights.models
         for model in models:
             if model not in self._members:

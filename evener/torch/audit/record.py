@@ -278,7 +278,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     # ------------------------------------------------------------------ reading it
 
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return the recorded calls from which a loss was computed.
+        """Return the recorded calls that computed a loss.
 
         If they can't be repeated, return the reason as a phrase for a message.
         """

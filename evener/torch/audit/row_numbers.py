@@ -80,15 +80,15 @@ def _find_size(function: Any) -> int | None:
     return names.index("size") if "size" in names else None
 
 
-def _count_entries(given: Any, sized: int | None) -> int:
+def _count_entries(argument: Any, size_index: int | None) -> int:
     """Return the length of the first axis of what a random operation draws; 0 for a scalar.
 
-    `sized` is the index of the operation's `size` parameter, or None if it has none. `given` is the
-    value of that parameter, or else the operation's first argument.
+    `size_index` is the index of the operation's `size` parameter, or None if it has none.
+    `argument` is the value of that parameter, or else the operation's first argument.
     """
-    if sized is not None:
-        return int(given[0]) if given else 0
-    return len(given) if isinstance(given, torch.Tensor) and given.ndim else 0
+    if size_index is not None:
+        return int(argument[0]) if argument else 0
+    return len(argument) if isinstance(argument, torch.Tensor) and argument.ndim else 0
 
 
 def _cut(argument: Any, is_size: bool, row: int, rows: int) -> Any:

@@ -99,7 +99,7 @@ def fetch_rows(
 
 
 def copy_dataset(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a data set, from which rows can be read without changing the original.
+    """Return a copy of a data set, so that reading rows from it doesn't change the original.
 
     Nested data sets and their random generators are copied too, but not the rows. `copies` has the
     copies made so far, by the id of the original.

@@ -1,8 +1,8 @@
 """Check that all ranks have the same data set, because a plan divides rows by index.
 
-An index has to mean the same row on every rank. It doesn't if each rank draws its own data set, as
-with torch.randn, random_split or a shuffle without a common seed. Nor does it if the user's script
-has already divided its data set by rank.
+An index has to mean the same row on every rank. It doesn't if each rank draws its own data set, for
+example with torch.randn, random_split or a shuffle without a common seed. Nor does it if the user's
+script has already divided its data set by rank.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Record the current settings; return whether one has changed that was stable before.
+        """Record the current settings; return whether a setting that was stable has changed.
 
         `check` is the index of the current check.
         """
@@ -119,7 +119,7 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """Return whether a setting of the module has changed that was stable before.
+        """Return whether a setting of the module that was stable has changed.
 
         `check` is the index of the current check.
         """

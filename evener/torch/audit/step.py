@@ -100,9 +100,9 @@ def audit(
 ) -> Audited:
     """Compare the gradients of two computations, and find the likeliest cause of a difference.
 
-    If torch.autograd.grad can't compute the gradients, as with reentrant checkpoints, or if no
-    tensor gets one, the losses are compared instead. With `add_noise`, noise is added to weights
-    whose values are all the same.
+    The losses are compared instead if torch.autograd.grad can't compute the gradients, for example
+    because of reentrant checkpoints, or if no tensor gets a gradient. With `add_noise`, noise is
+    added to weights whose values are all the same.
     """
     found = _audit_equal_rows(sketcher, computations, add_noise)
     # the audit has drawn the same numbers for every row, so that all rows count equally

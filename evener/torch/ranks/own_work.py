@@ -96,7 +96,7 @@ class HostClock:
     computed_by_all = staticmethod(time.process_time)  # the same, for all threads of the process
 
     def is_past(self, mark: float) -> bool:
-        """Return True, because a CPU has always reached its own time stamps."""
+        """Return True, because a CPU's time stamps are always in the past."""
         return True
 
     def is_captured(self) -> bool:
@@ -472,7 +472,7 @@ class StepTimer:
         return bool(self._clock.is_captured())
 
     def note_pass_alone(self) -> None:
-        """Record the end of a backward pass that has no all-reduce, as under `no_sync`."""
+        """Record the end of a backward pass without an all-reduce, for example under `no_sync`."""
         # also records whether the GPU is behind its host
         if not self._timed:
             self._doing = BETWEEN
@@ -907,7 +907,7 @@ def _add_up_between(phase_seconds: Mapping[Phase, float]) -> float:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return the time stamps of a step that no other step uses, so that they can be reused."""
+    """Return the time stamps that only this step uses, so that they can be reused later."""
     # two phases may begin at the same mark, and the next step may use the last mark
     marks = [] if marked.requested is None else [marked.requested]
     for _, mark in (*marked.between_loops, *marked.marks):

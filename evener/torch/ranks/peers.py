@@ -204,11 +204,11 @@ class PeerWatcher:
             if self.notes and self._is_stuck(leaves):
                 self._exit()
 
-    def _is_stuck(self, leaves: bool) -> bool:
+    def _is_stuck(self, while_leaving: bool) -> bool:
         """Return whether this rank is waiting for a rank that has ended.
 
-        This waits a few seconds before it checks. `leaves` is whether this rank is leaving its
-        process group.
+        This waits a few seconds before it checks. `while_leaving` is whether this rank is leaving
+        its process group.
         """
         # while a rank leaves its process group, NCCL waits for all ranks
         notes = list(self.notes.values())
@@ -219,7 +219,9 @@ class PeerWatcher:
         waits = any(
             own.get(name, 0) > count for note in notes for name, count in note.exchanges.items()
         )
-        return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
+        return waits or (
+            computed is not None and (is_leaving() if while_leaving else computed.is_alive())
+        )
 
     def _exit(self) -> None:
         """Print this rank's error and which rank was lost, then exit the process."""

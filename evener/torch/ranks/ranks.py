@@ -100,7 +100,7 @@ def visible_gpus() -> dict[str, int]:
 
 
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
-    """Choose the device on which this process trains.
+    """Choose the device that this process trains on.
 
     For a share on a CPU, this is the CPU. Otherwise it is the first of these that exists:
 

@@ -26,7 +26,7 @@ def time_waits(timer: Any) -> None:
 
 
 def _is_current(stream: Any) -> bool:
-    """Return whether a CUDA stream is the one on which this thread launches its computation."""
+    """Return whether a CUDA stream is this thread's current stream."""
     # FSDP's other streams also wait before they communicate, but that doesn't delay the
     # computation, and timing a wait takes microseconds
     return bool(stream == torch.cuda.current_stream(stream.device))

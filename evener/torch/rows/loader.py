@@ -33,13 +33,13 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their
 
 
 class Epoch:
-    """State of one loop over a loader, to which all batches of the loop refer.
+    """State of one loop over a loader; all batches of the loop refer to it.
 
     Arguments:
 
     - `training`: False in an evaluation loop.
-    - `tail`: row count of a last batch that weights ranks differently from the others, or None
-      (see `UnevenBatchSampler.rows_of_odd_tail`).
+    - `tail`: row count of a last batch that weights ranks differently from the others, or None (see
+      `UnevenBatchSampler.rows_of_odd_tail`).
     - `by_length`: whether rows are assigned by length.
     """
 

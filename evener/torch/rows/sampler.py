@@ -91,13 +91,13 @@ class RowOrder:
         return drawn
 
 
-def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Convert `given` to a one-dimensional int64 tensor on the CPU.
+def _whole_numbers(values: Any) -> torch.Tensor | None:
+    """Convert `values` to a one-dimensional int64 tensor on the CPU.
 
-    The result is None if `given` isn't a flat sequence of integers.
+    The result is None if `values` isn't a flat sequence of integers.
     """
     try:
-        found = torch.as_tensor(given)
+        found = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         return None
     if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:

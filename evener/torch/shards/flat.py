@@ -1,4 +1,4 @@
-"""The parameters of a module in one flat tensor, of which each rank stores a part (shard)."""
+"""The parameters of a module in one flat tensor; each rank stores a part (shard) of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .slot import Slot, byte_count
 
 
 class Flat:
-    """Parameters of a module in one flat tensor, of which each rank stores a part (shard).
+    """Parameters of a module in one flat tensor; each rank stores a part (shard) of it.
 
     A parameter's piece is the part of it that is in this rank's shard.
 
@@ -258,14 +258,14 @@ class Flat:
         for slot in self.slots:
             slot.view = None
 
-    def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
+    def _make_views(self, initial: torch.Tensor | None = None) -> torch.Tensor:
         """Return the gradient of this rank's shard, after creating it if it doesn't exist yet.
 
-        A new one is the tensor `made`, or zeros if `made` is None. Each parameter gets a view of
-        it.
+        A new one is the tensor `initial`, or zeros if `initial` is None. Each parameter gets a view
+        of it.
         """
         if self._grad_shard is None:
-            self._grad_shard = torch.zeros_like(self.shard) if made is None else made
+            self._grad_shard = torch.zeros_like(self.shard) if initial is None else initial
             self.ledger.add("gradients", byte_count(self._grad_shard))
             views = self._grad_shard.split(self._piece_sizes)
             for slot, view in zip(self.slots, views, strict=False):  # the last view is padding

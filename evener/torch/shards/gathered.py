@@ -33,7 +33,7 @@ class Segment:
 
 
 class Gathered:
-    """Block of memory into which parameters are gathered from the shards of all ranks.
+    """Block of memory for parameters that are gathered from the shards of all ranks.
 
     Arguments:
 

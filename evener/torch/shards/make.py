@@ -136,7 +136,7 @@ def cut_model(
     keeps_gradients: bool = False,
     autocast_dtype: Any = None,
 ) -> Sharded:
-    """Replace each parameter of a model by this rank's piece of it.
+    """Replace each parameter of a model with this rank's piece of it.
 
     Arguments:
 

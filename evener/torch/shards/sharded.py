@@ -34,14 +34,14 @@ _SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)
 
 
 class Sharded:
-    """Manages a sharded model by hooks that gather parameters, free them and sum gradients.
+    """Manages a sharded model with hooks that gather parameters, free them and sum gradients.
 
     Arguments:
 
     - `model`: the model.
     - `units`: modules that are gathered one at a time, by name.
     - `place`: this rank, and the size of each rank's part.
-    - `dtype`: dtype of computation, to which inputs are cast; None leaves both unchanged.
+    - `dtype`: dtype of computation, which inputs are cast to; None leaves both unchanged.
     - `keeps_gradients`: whether to accumulate unsharded gradients over passes and reduce them once
       per batch.
     - `autocast_dtype`: dtype of an autocast around each forward pass, or None.
@@ -165,7 +165,7 @@ class Sharded:
         return False
 
     def weigh(self, weight: float) -> None:
-        """Set the factor by which this rank's gradients are multiplied before they are summed."""
+        """Set the factor to multiply this rank's gradients by before they are summed."""
         self.weight = weight
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
@@ -380,13 +380,13 @@ class Sharded:
         for flat in self.root.trained:
             flat.keep()
 
-    def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
+    def _check_kept(self, is_kept: Callable[[Slot], bool]) -> None:
         """Raise a RequestError if the user's loop cleared gradients before they were summed.
 
-        `is_there` returns whether the gradient that was kept for a parameter still exists.
+        `is_kept` returns whether the gradient that was kept for a parameter still exists.
         """
         waits = self.keeps_gradients and self.waits
-        if waits and not all(is_there(slot) for slot in self.root.slots if slot.has_fired):
+        if waits and not all(is_kept(slot) for slot in self.root.slots if slot.has_fired):
             raise RequestError(
                 "Gradients were cleared between the passes, or the batches, of a sum.",
                 "Call zero_grad() after the optimizer's step alone.",

@@ -53,7 +53,7 @@ class Slot:
         ]
 
     def point_to(self, parameter: Any) -> None:
-        """Replace this parameter by `parameter` in all modules that own it."""
+        """Make all modules that own this parameter use `parameter` instead."""
         for module, name in self.owners:
             if isinstance(module, torch.nn.RNNBase):
                 setattr(module, name, parameter)  # an RNN keeps a list of its parameters

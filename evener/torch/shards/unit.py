@@ -47,19 +47,19 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
 def _find_outermost(
     name: str,
     module: Any,
-    takes: Callable[[Any], bool],
-    enters: Callable[[Any], bool] = lambda _: True,
+    accepts: Callable[[Any], bool],
+    may_search: Callable[[Any], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the names and modules that `takes` accepts, without searching inside these modules.
+    """Yield the names and modules that `accepts` accepts, without searching inside these modules.
 
-    A module that isn't accepted is searched if `enters` returns True for it. `name` is a prefix for
-    all names.
+    A module that isn't accepted is searched if `may_search` returns True for it. `name` is a prefix
+    for all names.
     """
     for each, child in module.named_children():
-        if takes(child):
+        if accepts(child):
             yield f"{name}{each}", child
-        elif enters(child):
-            yield from _find_outermost(f"{name}{each}.", child, takes, enters)
+        elif may_search(child):
+            yield from _find_outermost(f"{name}{each}.", child, accepts, may_search)
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def _count(module: Any) -> int:
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
     """Return the parameters of each unit, by the unit's name.
 
-    The name "" stands for the rest of the model, to which parameters that several units share also
-    belong. Raises RequestError for parameters that can't be sharded, such as quantized ones.
+    The name "" stands for the rest of the model; it also has the parameters that several units
+    share. Raises RequestError for parameters that can't be sharded, such as quantized ones.
     """
     found: dict[int, Slot] = {}
     for path, module, unit in _walk_with_units(

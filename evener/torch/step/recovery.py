@@ -140,7 +140,7 @@ class Recovery:
         self.limit.begin_batch(self._bytes_of_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Save the state that a pass may change, right before it is computed."""
+        """Right before a pass is computed, save the state that it may change."""
         return RunningPass(part, PassState(exchanges, self._constant), count_foreign())
 
     def catch(

@@ -262,8 +262,8 @@ def _owned_by(modules: Iterable[Any]) -> set[int]:
     return {id(each) for module in modules for each in vars(module).get("_parameters", {}).values()}
 
 
-def _list_alive(*kinds: type) -> list[list[Any]]:
+def _list_alive(*classes: type) -> list[list[Any]]:
     """Return, for each class, all its instances that exist in this process."""
     # all objects are searched only once
-    alive = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
-    return [[each for each in alive if issubclass(type(each), kind)] for kind in kinds]
+    alive = [each for each in gc.get_objects() if issubclass(type(each), classes)]
+    return [[each for each in alive if issubclass(type(each), one)] for one in classes]

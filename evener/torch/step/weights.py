@@ -300,7 +300,7 @@ class BatchWeights(BatchTracker):
     def list_models(self, chosen: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
         """Return the models whose gradients are all-reduced in a batch's last part.
 
-        `chosen` are the models that the user has chosen, or None for all wrapped models. Raises
+        `chosen` has the models that the user has passed, or is None for all wrapped models. Raises
         RequestError if there are none, or if they can't run different numbers of passes on
         different ranks.
         """
@@ -415,7 +415,7 @@ class BatchWeights(BatchTracker):
             return error.with_traceback(None)
 
     def _note_prediction(self) -> None:
-        """Record a forward pass without gradients, as in a validation."""
+        """Record a forward pass without gradients, for example during validation."""
         # a loader for validation has already noted its batch
         if self.current is None or self.current.origin.training:
             self.timer.note_validation()

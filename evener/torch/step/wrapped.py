@@ -1,4 +1,4 @@
-"""Wrap models so that their gradients can be weighted, and check that they allow it."""
+"""Wrap models to weight their gradients, and check that this is possible."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def wrap_module(
 
 
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
-    """Replace the all-reduce of a DistributedDataParallel by an exchange, and return the exchange.
+    """Replace the all-reduce of a DistributedDataParallel with an exchange; return the exchange.
 
     With `by_loss`, a model with a communication hook, mixed precision or sparse gradients keeps its
     own all-reduce, and the result is None. Without `by_loss`, a communication hook or mixed

@@ -422,7 +422,7 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class EarlierGradients:
-    """Protects the gradients of a batch's earlier passes while a pass runs that may fail."""
+    """Protects the gradients of a batch's earlier passes while a pass that may fail is running."""
 
     # If rows' results depend on random draws or on one another, a retry computes other results.
     # Then all gradients of the failed pass are dropped, and `late` is True. It is also True in a

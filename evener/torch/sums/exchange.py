@@ -255,7 +255,7 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Register hooks that record in which order parameters get their gradients."""
+        """Register hooks that record the order in which parameters get their gradients."""
         # They aren't needed if the order is known and no parameter has a gradient: any gradient
         # after the backward pass was then computed in it.
         if not self._hooks and (self._order is not None or self.has_gradients()):
