@@ -133,13 +133,13 @@ class Workload(ABC):
         """
 
     def work(self) -> Work | None:
-        """Return the tokens and passes computed so far; None if rows have no lengths."""
+        """Return the tokens and passes computed so far, or None if rows have no lengths."""
         return None
 
     def read_waits(self) -> float | None:
         """Return how many seconds were spent on exchanging gradients since the previous call.
 
-        Waiting for slower ranks is included. None if unknown.
+        Waiting for slower ranks is included. Returns None if the time is unknown.
         """
         return None
 
@@ -182,7 +182,7 @@ class Workload(ABC):
     def release_memory(self) -> tuple[int | None, ...]:
         """Free cached memory, and return the bytes that remain reserved on each device.
 
-        None where that is unknown.
+        The value is None for a device on which that is unknown.
         """
         return self.memory.release()
 

@@ -221,7 +221,8 @@ def resolve_settings(entry: Entry, values: Mapping[str, Any]) -> dict[str, Any]:
 def find_imports(name: str, framework: str) -> tuple[str, ...]:
     """Return modules that the workload's processes can import before it is built.
 
-    Each is written as "module" or "module:name". Empty if the workload can't be found or read.
+    Each is written as "module" or "module:name". Returns an empty tuple if the workload can't be
+    found or read.
     """
     from . import user_code
 

@@ -130,7 +130,7 @@ def script_framework(script: Path) -> str:
 def list_imports(node: ast.AST) -> list[str]:
     """Return what an import statement imports, as "module" or "module:name".
 
-    Empty for relative imports and for other statements.
+    Returns an empty list for relative imports and for other statements.
     """
     if isinstance(node, ast.ImportFrom) and not node.level:
         return [f"{node.module}:{alias.name}" for alias in node.names]

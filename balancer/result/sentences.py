@@ -427,7 +427,7 @@ def _describe_batch(verdict: Verdict) -> Iterator[str]:
 def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
     """Yield a sentence for each layout that is faster than the plan and measured more precisely.
 
-    Nothing is yielded if the plan's own speed is known precisely enough.
+    Yields nothing if the plan's own speed is known precisely enough.
     """
     if verdict.rate.known:
         return

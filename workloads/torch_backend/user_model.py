@@ -353,7 +353,8 @@ def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tenso
 def _is_a(value: Any, package: str, name: str) -> bool:
     """Return whether a value is an instance of a class with this name from this package.
 
-    Subclasses count. Nothing is imported. For lightning, `pytorch_lightning` counts too.
+    Instances of subclasses count too. For the package lightning, classes from `pytorch_lightning`
+    also count. Nothing is imported.
     """
     kinds = type(value).__mro__
     return any(

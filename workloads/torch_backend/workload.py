@@ -324,7 +324,7 @@ class TorchWorkload(Workload, StepListener):
         return ended or self.memory.used_bytes() <= self._held + LEFT_BYTES
 
     def work(self) -> Work | None:
-        """Return the tokens and passes computed so far; None if rows have no lengths."""
+        """Return the tokens and passes computed so far, or None if rows have no lengths."""
         return self._work if self._work.passes else None
 
     def read_waits(self) -> float | None:
@@ -368,7 +368,10 @@ class TorchWorkload(Workload, StepListener):
         return self._batches.keep(keep)
 
     def measure_link(self) -> LinkSpeed | None:
-        """Measure the speed of an all-reduce between the ranks; None without a group."""
+        """Measure the speed of an all-reduce between the ranks.
+
+        Returns None if there is no group.
+        """
         if not self._group:
             return None
         members = range(self.setup.world)
