@@ -67,7 +67,7 @@ class PhaseClock:
 def enqueue_pause(seconds: float) -> None:
     """Enqueue a pause of at least this many seconds on the current GPU.
 
-    It begins after the work that is already enqueued, and lasts at most 2 seconds. The host doesn't
-    wait for it.
+    It begins after the work that is already enqueued. `seconds` is capped at 2. The host doesn't
+    wait for the pause.
     """
     torch.cuda._sleep(int(min(seconds, LONGEST_PAUSE_SECONDS) * HIGHEST_CLOCK_HZ))
