@@ -185,7 +185,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._recovery.check = partial(check_module_part, self)
 
     def sum_by_shares(self) -> None:
-        """Replace DDP's all-reduce by evener's weighted sum of gradients."""
+        """Replace DDP's all-reduce with evener's weighted sum of gradients."""
         # DistributedDataParallel's all-reduce can't be resumed after an error
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)

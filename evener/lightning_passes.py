@@ -143,7 +143,7 @@ class PassMetrics:
             self._pieces, self._reduced = {}, {}
 
     def save_state(self) -> Callable[[], None]:
-        """Return a function that restores the present state of the metrics, for a retry."""
+        """Return a function that restores the current state of the metrics, for a retry."""
         attributes = keep_attributes(
             self._module, *self._metrics, excluded=(own_buffers(self._module),)
         )

@@ -114,10 +114,10 @@ class TrainerComputations:
     ) -> Computations:
         """Return two computations of a few rows that have to give the same gradient.
 
-        One divides the rows by shares, as the training does. The other, the reference, computes all
-        rows at once. With `follows_launcher`, the reference is the mean over equal parts, as under
-        torchrun. The result also has variants of the computation by shares, which help to find the
-        cause of a difference.
+        One divides the rows into shares, as the training does. The other, the reference, computes
+        all rows at once. With `follows_launcher`, the reference is the mean over equal parts, as
+        under torchrun. The result also has variants of the computation in shares, which help to
+        find the cause of a difference.
         """
         max_rows = FEW if max(self._trainer._shares.passes) > 1 else 0
         keeps_excess = follows_launcher and self._trainer.excess > 1

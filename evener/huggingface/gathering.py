@@ -134,7 +134,7 @@ class Gathering:
             self._piece = outer
 
     def save(self) -> Callable[[], None]:
-        """Return a function that restores the values gathered until now, before a pass is retried.
+        """Return a function that restores the values gathered so far, for a retry of a pass.
 
         Values that other ranks have sent in this pass are kept, because they won't be sent again.
         """

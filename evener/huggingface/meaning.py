@@ -326,7 +326,7 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few_rows.sizes), remedies[cause])
 
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Compare the gradient of all rows at once with the gradient by unequal shares.
+        """Compare the gradient of all rows at once with the combined gradient of unequal shares.
 
         Returns the difference and its cause, or None if they agree. If the gradients agree, the
         losses are compared too.

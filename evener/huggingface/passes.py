@@ -37,7 +37,7 @@ def weigh_passes(
 
     `sizes` has, for each global batch, the row counts of this rank's passes, and `totals` the rows
     of the global batch. `items` is this rank's `num_items_in_batch`, or None. Ranks exchange their
-    counts by a collective, so every rank has to call this.
+    counts through a collective, so every rank has to call this.
     """
     by_labels = loss.mean_over not in (ITEMS, ROWS)
     weights = _weigh_by_rows(sizes, totals)

@@ -119,9 +119,9 @@ def needs_equal_passes(trainer: Any) -> bool:
 
 
 def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
-    """Raise RequestError if the checkpoint was written with another batch size or data set.
+    """Raise RequestError if the checkpoint was written with a different batch size or data set.
 
-    `rows` is the row count of the present data set, `step_rows` that of an optimizer step, and
+    `rows` is the row count of the current data set, `step_rows` that of an optimizer step, and
     `epoch_steps` is the number of optimizer steps in an epoch.
     """
     try:

@@ -106,7 +106,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_autocast(accelerator: Any) -> torch.dtype | None:
-    """Return the dtype in which accelerate runs autocast, or None without autocast."""
+    """Return the dtype that accelerate uses for autocast, or None without autocast."""
     return HALVES.get(str(accelerator.mixed_precision)) if accelerator.native_amp else None
 
 

@@ -331,8 +331,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _check_parts(self, part: Any, rows: int) -> None:
         """Check that the loss stays the same if a pass that ran out of memory is divided.
 
-        `part` is the pass, and at most `rows` of its rows are checked. Only a single process needs
-        this.
+        `part` is the pass, and at most `rows` of its rows are checked. Only a single process that
+        computes a batch in one pass needs this.
         """
         if self._shares.world * sum(self._shares.passes) == 1:
             self._loss = self._find_loss(has_ignored(part.batch), checked_rows=rows)

@@ -1117,7 +1117,7 @@ def _vary_labels(y: Any, outputs: Any) -> Any:
 
 
 def _mark_missing(missing: float, y: Any) -> Any:
-    """Replace 40 % of the labels by `missing`, a value that the loss may treat as no label.
+    """Replace 40 % of the labels with `missing`, a value that the loss may treat as no label.
 
     Labels whose dtype can't hold `missing` are returned unchanged.
     """

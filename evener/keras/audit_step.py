@@ -555,8 +555,8 @@ def _without_graph_optimization() -> Iterator[None]:
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Context manager that restores attributes of the model, its layers and its loss at the end.
 
-    Tensors and plain values are restored. Yields a dict; at the end, the plain values that had
-    changed are put into it.
+    Tensors and plain values are restored. Yields a dict; when changes of plain values are undone,
+    the changed values are put into it.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

@@ -156,9 +156,10 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """Correct the model's first epoch if BackupAndRestore was interrupted while saving.
+    """Set the first epoch to that of the restored weights, if the last save was interrupted.
 
-    `backup` has restored the weights already.
+    `backup` is a BackupAndRestore callback that has restored the weights already. An interrupted
+    save has stored the new epoch, but not the new weights.
     """
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())

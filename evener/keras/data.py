@@ -228,7 +228,7 @@ class ArrayBatches:
     """Makes TensorFlow datasets of batches from arrays.
 
     - `batch`: rows in a batch; an epoch's last batch may be smaller.
-    - `shuffle`: use another order of rows in each epoch, which depends on `seed`.
+    - `shuffle`: use a different order of rows in each epoch, which depends on `seed`.
     - `rows`: rows in an epoch, by default those of the arrays. If there are more, rows repeat.
 
     Raises RequestError if the arrays differ in their row count, or have no rows.

@@ -4,8 +4,8 @@
 - `Towers` trains on several devices in one process.
 - `Workers` trains on one device in each of several processes.
 
-`FitHooks` makes Keras' own `fit` use an engine. The engine provides the steps, decides in which
-form it needs the data, and wraps Keras' train and test functions.
+`FitHooks` makes Keras' own `fit` use an engine. The engine provides the steps, decides what form of
+data it needs, and wraps Keras' train and test functions.
 """
 
 from __future__ import annotations

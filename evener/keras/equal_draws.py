@@ -60,7 +60,7 @@ def _normalize_by_averages(layer: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _replace_random_functions() -> None:
-    """Replace random functions of Keras and TensorFlow by versions that can draw equal numbers.
+    """Replace random functions of Keras and TensorFlow with versions that can draw equal numbers.
 
     This happens once per process. Outside of the context managers in this module, the functions
     work as before.

@@ -35,7 +35,10 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
 
 
 def _make_dataset(seen: list[Tensors], spec: Any) -> Any:
-    """Return a dataset of batches that were already read, with their iterator's element spec."""
+    """Return a dataset of the batches `seen`, which were already read from an iterator.
+
+    `spec` is the iterator's element spec, which the dataset keeps.
+    """
     # axes of unknown length must stay unknown, because the step is traced with this spec
 
     def repeat() -> Iterator[Any]:

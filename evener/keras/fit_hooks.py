@@ -177,7 +177,7 @@ class FitHooks:
         self._starts = False
 
     def _wrap_function(self, name: str, function: Any) -> Any:
-        """Wrap Keras' train, test or predict function with the engine's work, audits and timing.
+        """Wrap Keras' train, test or predict function, to add the engine's work, audits and timing.
 
         `name` is the model's attribute for the function, such as "train_function".
         """
@@ -289,7 +289,7 @@ class FitHooks:
         return call
 
     def _fit_arrays(self, call_arguments: dict[str, Any]) -> None:
-        """Replace arrays in the arguments of `fit` by a dataset of batches, in place."""
+        """Replace arrays in the arguments of `fit` with a dataset of batches, in place."""
         # the dataset doesn't pause between epochs; data that only Keras can batch stay as they are
         self.batch = size = check_global_batch(
             call_arguments["batch_size"] or self.split.global_batch or 32, len(self.split.devices)

@@ -292,7 +292,7 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other_data(rank: int) -> None:
-    """Raise RequestError because process `rank` has other data than process 0.
+    """Raise RequestError because process `rank` has different data from process 0.
 
     If `rank` is 0, nothing is raised.
     """

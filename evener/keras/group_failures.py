@@ -35,7 +35,7 @@ class GroupFailures:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Context manager that reports an exception in it to the other processes.
+        """Context manager that reports any exception raised in it to the other processes.
 
         Raises DeviceError with another process's message if that process failed first. A nested
         context does nothing.

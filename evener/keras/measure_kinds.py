@@ -134,7 +134,7 @@ def measure_batch(
 
 
 def _warn_of_joined_lookups(names: Sequence[str]) -> None:
-    """Warn that Adam would train sparse tables differently if several lookups read them.
+    """Warn about tables with several sparse lookups, which Adam would train differently.
 
     Several devices would then give Adam, or another optimizer that squares gradients, other slices
     of the gradient than one device. `names` are the tables; the warning names the first.
@@ -253,7 +253,7 @@ class Measured(NamedTuple):
         return values, [(tf.nest.map_structure(_negate, x), *others) for x, *others in self.every]
 
     def find_states(self) -> dict[int, str]:
-        """Return the rule to combine each non-trainable variable, by the variable's index."""
+        """Return the rule for combining each non-trainable variable, by the variable's index."""
         # a sum that decays looks like a plain sum while it is 0
         variables = self.model.non_trainable_variables
         keys = {
@@ -283,7 +283,7 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return the rule to combine each tensor in an attribute, by the tensor's name."""
+        """Return the rule for combining each tensor in an attribute, by the tensor's name."""
         whole, *parts = [
             result.call.attributes for result in self.results if result.call is not None
         ]
@@ -438,7 +438,7 @@ def _negate(leaf: Any) -> Any:
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
     """Yield the batch, and then copies of it with other masks, weights or ignored labels.
 
-    In a copy, means over rows and means over other units have different values. Each is (x, y,
+    In a copy, means over rows and means over other units have different values. Each item is (x, y,
     outputs, weight). `call` is the model's call on `rows`.
     """
     x, y, weight = rows
@@ -459,7 +459,7 @@ def _grow_by_row(values: Any) -> Any:
 
 
 def _ignore_labels(padding: int, y: Any) -> Any:
-    """Replace some labels of each row by `padding`, the class that the loss ignores.
+    """Replace some labels of each row with `padding`, the class that the loss ignores.
 
     The number of replaced labels differs between rows.
     """

@@ -1,4 +1,4 @@
-"""Rules to combine losses, variables and attributes that were computed for parts of a batch.
+"""Rules for combining losses, variables and attributes that were computed for parts of a batch.
 
 The kind of a value says how to combine it: as a mean weighted by rows, as a sum, and so on.
 `measure_kinds.py` finds the kinds for a model.

@@ -36,7 +36,7 @@ SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices dr
 
 
 class StateUpdate(NamedTuple):
-    """A variable's value after a part of the batch, and the rule to combine it with other parts.
+    """A variable's value after a part of the batch, and the rule for combining it with other parts.
 
     The rule is `kind`:
 
@@ -88,7 +88,7 @@ class StepStates:
         return starts
 
     def update(self, state: Any, value: Any) -> StateUpdate:
-        """Return a variable's value after a device's passes, with the rule to combine it."""
+        """Return a variable's value after a device's passes, with the rule for combining it."""
         if id(state) in self._losses:
             return StateUpdate(state, value, AVERAGED)
         if self._is_counting(state):

@@ -1,4 +1,4 @@
-"""Moves rows between the processes that train a Keras model, if another division is faster.
+"""Moves rows between the processes that train a Keras model, if that makes training faster.
 
 Work times are measured in the step's graph, and sent with the all-reduce of the gradients. All
 processes thus see the same times after the same step, and make the same change.
@@ -130,7 +130,7 @@ FEWEST_STEPS = 3  # minimum number of steps with full batches in a window
 
 
 class GroupRebalancer:
-    """Decides from measured work times when the processes should get other shares of the rows.
+    """Decides from measured work times when the processes should get different shares of the rows.
 
     `shares` are the plan's shares, or empty without a plan.
     """

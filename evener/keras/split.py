@@ -45,7 +45,7 @@ class Split:
     - `ratios`: relative shares of `gpus` or `devices`; equal by default.
     - `global_batch`: rows of a training step; by default the plan's.
     - `engine`: "towers" for one process, "multiworker" for a process per device, or "auto", which
-      chooses by the environment variable TF_CONFIG.
+      chooses based on the environment variable TF_CONFIG.
     - `strict`: raise PlanError instead of a SplitWarning if the plan doesn't fit exactly, for
       example because it was made for another model.
     - `rebalance`: change the shares during training; needs "multiworker".
@@ -192,7 +192,7 @@ class Split:
         - `x`: arrays, or a `tf.data.Dataset` that includes labels and weights.
         - `sample_weight`, `class_weight`: as in `Model.fit`.
         - `batch_size`: rows in a batch; by default the global batch.
-        - `shuffle`: use another order of rows in each epoch, which depends on `seed` and is the
+        - `shuffle`: use a different order of rows in each epoch, which depends on `seed` and is the
           same in all processes.
         - `lengths`: token count of each padded row. Each device then gets rows of similar length,
           cut to its longest one.

@@ -129,7 +129,7 @@ class SurvivingStep:
         self._spec = spec
 
     def run_in_graph(self, data: Tensors) -> dict[str, Any]:
-        """Run passes and weight update without retries, in a graph that is being traced."""
+        """Run the passes and the weight update in a graph that is being traced, without retries."""
         self._states = list_states(self._engine.model)
         before = [tf.convert_to_tensor(state) for state in self._states]
         own = self._engine.own_rows(data)

@@ -268,7 +268,7 @@ class Towers(OneProcess):
         )
 
     def _apply(self, gradients: Sequence[Any]) -> None:
-        """Update the weights by the gradients of the whole batch."""
+        """Update the weights with the gradients of the whole batch."""
         apply_gradients(self.model, merge_slices(gradients, self.kinds[True].merged))
 
     def _gradients(self, tape: Any, scaled: Any, towers: list[Tower]) -> list[Any]:

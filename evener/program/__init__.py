@@ -1,1 +1,1 @@
-"""Train a user's unmodified script with unequal shares of each batch, by hooks in PyTorch."""
+"""Train a user's unmodified script with unequal shares of each batch, using hooks in PyTorch."""

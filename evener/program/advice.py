@@ -67,9 +67,10 @@ def advise(optimizer: Any, loader: Any) -> str:
 
 
 def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) -> tuple[str, str]:
-    """Say where the DDP code has to be inserted, and which method calls need `.module`.
+    """Return where the DDP code has to be inserted, and which method calls need `.module`.
 
-    `loader` and `models` are the script's names for its loader and its models.
+    Both are phrases for a message; the second is "" if no calls do. `loader` and `models` are the
+    script's names for its loader and its models.
     """
     body = None if frame is None else _parse_file(frame)
     if frame is None or body is None:

@@ -232,7 +232,7 @@ class Exchanges:
             )
 
     def _mark_total(self, call: ExchangeCall, guard: Guard, result: Any) -> None:
-        """Mark a collective's result as a total over all rows, which is the same for any shares."""
+        """Mark a collective's result as a total over all rows, which is the same for all shares."""
         _forget_filled(call, guard)
         filled = result if call.filled is None else call.filled
         if call.name in _GATHERS:
@@ -480,6 +480,6 @@ def _gather_to_tensor(call: ExchangeCall, counts: list[int]) -> None:
 
 
 def _fill(output: torch.Tensor, rows: torch.Tensor) -> None:
-    """Make the tensor `output` use the storage of `rows`, which may have another shape."""
+    """Make the tensor `output` use the storage of `rows`, which may have a different shape."""
     with torch.no_grad():
         output.set_(rows)

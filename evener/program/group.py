@@ -159,7 +159,7 @@ def _find_address(method: str | None, variables: dict[str, str]) -> str:
 
 
 def _read_start_environment(process: str) -> dict[str, str]:
-    """Return the environment variables with which a process was started, or {} if unreadable.
+    """Return the environment variables that a process was started with, or {} if unreadable.
 
     `process` is a process id or "self".
     """

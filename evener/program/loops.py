@@ -144,7 +144,7 @@ class Loop:
 
     @property
     def batch_maker(self) -> str:
-        """Class name of a batch sampler from outside PyTorch and accelerate, or "" without one."""
+        """Class name of a batch sampler from outside PyTorch and accelerate; "" if there's none."""
         return name_own_sampler(self.shared_batches.script_sampler)
 
     def follow(self, training: Any) -> None:
@@ -212,8 +212,8 @@ class SharedBatches:
     """Batch sampler that gives each rank its share of the global batch instead of an equal part.
 
     It replaces the loader's own batch sampler, `script_sampler`. Batches are divided by shares only
-    in loops that set `opens`; other loops get the original batches. If the rows can't be divided,
-    `fault` says why.
+    for a loop that has set `opens`; other loops get the original batches. If the rows can't be
+    divided, `fault` says why.
     """
 
     def __init__(self, script_sampler: Any, fault: str) -> None:
@@ -415,7 +415,7 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
 def _check_sizes(batches_by_rank: list[list[Any]]) -> None:
     """Raise RequestError unless batches have the same size on all ranks and in all steps.
 
-    The last step may have another batch size if it is the same on all ranks.
+    The last step may have a different batch size if it is the same on all ranks.
     """
     sizes = [{len(batch) for batch in step} for step in zip(*batches_by_rank, strict=True)]
     whole = set.union(*sizes[:-1], sizes[0])

@@ -1,4 +1,4 @@
-"""Marks tensors with the collective from which their values come, to track them through a step."""
+"""Marks tensors with the collective that their values come from, to track them through a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORGET = 1000  # expired storages are dropped once there are this many
 
 
 class TensorMarks:
-    """Marks tensors with the collective from which their values come.
+    """Marks tensors with the collective that their values come from.
 
     A mark is a string such as "all_reduce (train.py:12)". It belongs to one tensor object, or to a
     storage and thus to all its views.

@@ -65,7 +65,7 @@ class Origins:
         self.reads += 1
 
     def find(self, data: Any) -> str:
-        """Return the collective from which a value in `data` comes, or "" if there is none."""
+        """Return the collective that a value in `data` comes from, or "" if there is none."""
         for leaf in leaves_of(data):
             collective = self._marks.find(leaf) if isinstance(leaf, torch.Tensor) else ""
             if collective:

@@ -44,7 +44,7 @@ EXCHANGE_SECONDS = 60.0  # timeout for all ranks to reach the end of the first s
 
 
 class Program:
-    """State of the user's script, and hooks by which it trains with unequal shares.
+    """State of the user's script, and hooks that make it train with unequal shares.
 
     In the first step, shares are equal, and all ranks check whether they may become unequal. If
     not, the script runs unchanged. The only instance is `PROGRAM`.
@@ -315,11 +315,10 @@ class Program:
             self._end_strictly(words)
 
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of gradient clipping that keeps shares equal if gradients are clipped too early.
+        """Hook of gradient clipping that keeps shares equal if each rank clips its own gradients.
 
-        They are if each rank clips its own gradients before they are averaged, because the result
-        then depends on the shares. Raises RequestError if the script trains by the plan's shares
-        already.
+        If gradients are clipped before they are averaged over ranks, the result depends on the
+        shares. Raises RequestError if the script trains by the plan's shares already.
         """
         if not self._others and any(
             not getattr(model, "require_backward_grad_sync", True) for model in self.models
@@ -671,7 +670,7 @@ class Program:
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _train_loop_by_shares(self, loop: Any) -> None:
-        """Decide with all ranks, after a step, whether this loop may use unequal shares.
+        """Together with all ranks, decide after a step whether this loop may use unequal shares.
 
         If it may, the plan's shares take effect. Every rank has to call this after the same step.
         """

@@ -1,4 +1,4 @@
-"""Find tensors that are totals over all ranks' rows, and so are the same for any shares.
+"""Find tensors that are totals over all ranks' rows, which are the same whatever the shares are.
 
 An example is the sum of all ranks' token counts, from an all-reduce.
 """
@@ -25,7 +25,7 @@ class Rows(Protocol):
     has_asked_length: bool
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor was computed from this rank's rows, or from their number."""
+        """Return whether the tensor was computed from this rank's rows or from their count."""
         ...
 
 
@@ -144,7 +144,7 @@ def _find_collectives(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[s
 
 
 def _is_fixed(value: Any, rows: Rows) -> bool:
-    """Return whether a number is the same for any shares, unlike a row count."""
+    """Return whether a number stays the same whatever the shares are, unlike a row count."""
     # The number of ranks can't be one either, unless it equals the rows and the program has asked
     # for their number.
     if isinstance(value, bool) or not isinstance(value, int | float):
