@@ -2,7 +2,7 @@
 
 Usually an audit draws the same numbers for every row. It then misses a loss that is divided by a
 random count, such as the number of tokens that the model masks, because every row has the same
-count. Here rows have different random numbers, and each row keeps its own in any batch.
+count. Here, rows have different random numbers, and a row has the same ones in every batch.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def find_random_count(
 ) -> GradientDifference | None:
     """Compare the losses of an audit again, with different random numbers for each row.
 
-    The result is None if they agree but for rounding, or if no random operation has an entry for
-    each row. `add_noise` is that of the audit.
+    The result is None if the losses agree, apart from rounding, or if no random operation has an
+    entry for each row. With `add_noise`, noise is added to weights whose values are all the same.
     """
     before, sketcher.losses_only = sketcher.losses_only, True
     try:
@@ -154,10 +154,10 @@ def _compare_losses(
     trained: Sequence[_Pass],
     measures_rounding: bool = False,
 ) -> GradientDifference | None:
-    """Compare the loss of two computations with different random numbers for each row.
+    """Compare the losses of two computations, with different random numbers for each row.
 
-    The result is None if they agree, or if they can't be compared. With `measures_rounding`, a
-    difference has to be larger than the rounding of these rows, too.
+    The result is None if the losses agree or can't be compared. With `measures_rounding`, a
+    difference also has to exceed the effect of rounding errors, measured on these rows.
     """
     if not (reference and trained):
         return None
@@ -184,7 +184,8 @@ def _compare_losses(
 def _find_draws_by_row(sketcher: GradientSketcher, passes: Sequence[_Pass]) -> frozenset[int]:
     """Return the indices of the random operations that have an entry for each row in all passes.
 
-    There are none if all passes have the same number of rows, as that may be chance.
+    The result is empty if all passes have the same number of rows, because a matching length may
+    then be a coincidence.
     """
     if len({each.rows for each in passes}) < 2:
         return frozenset()
@@ -200,10 +201,10 @@ def _sum_losses(
     by_row: frozenset[int],
     disturbance: int = 0,
 ) -> tuple[float, float]:
-    """Return the sum of the passes' losses, and the precision of the types they are computed in.
+    """Return the sum of the passes' losses, and the precision of the dtypes used to compute them.
 
-    The precision is a relative difference by which gradients may differ. `disturbance` is that of
-    RowRandomness.
+    The precision is the relative difference that is allowed for gradients of such a dtype. `by_row`
+    and `disturbance` are arguments of RowRandomness.
     """
     found = [
         sketcher.sketch(
@@ -218,7 +219,8 @@ def _sum_losses(
 def _list_passes(computation: Sequence[Piece], sizes: Sequence[int]) -> list[_Pass]:
     """Return the passes of a computation with their rows.
 
-    `sizes` has the row count of each pass. The result is [] if that isn't the number of passes.
+    `sizes` has the row count of each pass. If its length isn't the number of passes, the result is
+    [].
     """
     if len(computation) != len(sizes):
         return []

@@ -49,9 +49,10 @@ class AuditChange(msgspec.Struct, frozen=True, eq=False):
 
 
 class WholeShares(msgspec.Struct, frozen=True, eq=False):
-    """Computations without passes, whose losses are compared with other random numbers in each row.
+    """Two computations whose losses are compared with different random numbers for each row.
 
-    The rows are padded as in the whole batch, so that a row has the same random numbers in both.
+    Shares aren't divided into passes. The rows are padded as in the whole batch, so that a row has
+    the same random numbers in both computations.
     """
 
     reference: Computation  # the correct computation
@@ -118,7 +119,7 @@ def audit(
 def _audit_equal_rows(
     sketcher: GradientSketcher, computations: Computations, add_noise: bool
 ) -> Audited:
-    """Compare two gradients, with the same random numbers in each row; see `audit`."""
+    """Compare two gradients with the same random numbers for each row; used by `audit`."""
     try:
         found = _try_quick_passes(sketcher, computations, add_noise) or _audit(
             sketcher, computations, add_noise

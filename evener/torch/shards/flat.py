@@ -142,7 +142,7 @@ class Flat:
     def take(self, slot: Slot, weight: float) -> None:
         """Move a parameter's `.grad`, multiplied by `weight`, to the flat gradient buffer.
 
-        There it is added to gradients of earlier passes.
+        It is added to the gradients of earlier passes in the buffer.
         """
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
