@@ -200,9 +200,9 @@ class StepAudit:
         self._values = [_to_bytes(each.read()) for each in self._watched]
 
     def _describe_batches(self, batches: Any, first: Any) -> str:
-        """Return the dtypes and shapes of batches as text.
+        """Return the dtypes and shapes of batches as a string.
 
-        If the text changes, another audit is needed.
+        If the string changes, another audit is needed.
         """
         if not isinstance(batches, tf.data.Iterator):
             leaves = tf.nest.flatten(first)

@@ -189,7 +189,7 @@ class TracedStep:
         return sums, logs, margins, outputs, call
 
     def _note_types(self, variables: Sequence[Any]) -> None:
-        """Record the gradients' dtypes for these weights, by the names of the weights."""
+        """Record the dtype of each weight's gradient, by the weight's name."""
         names, half = _name_weights(self._model), computes_in_half(self._model)
         self._kinds.clear()
         for variable in variables:

@@ -232,18 +232,17 @@ class Measured(NamedTuple):
         return list(zip(*values, strict=True))
 
     def _replace_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, for repeating the runs.
+        """Return nonzero values for variables that are 0, and the rows of each run.
 
-        A variable that is 0 may hide a loss. Returns the values by the variables' keys, and each
-        run's rows, which are unchanged.
+        A variable that is 0 may hide a loss, so the runs are repeated with these values. The values
+        are by the variables' keys, and the rows are unchanged.
         """
         return replace_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return changed weights and inputs, for repeating the runs.
+        """Return noisy weights, and the rows of each run with negated inputs.
 
-        Noise is added to the weights, and the inputs are negated. Returns the weights' values by
-        key, and each run's rows.
+        The runs are repeated with them if a loss was still 0. The weights' values are by key.
         """
         values, _ = self._replace_zeros()
         for number, variable in enumerate(self.model.trainable_variables):

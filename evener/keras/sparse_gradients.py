@@ -39,9 +39,9 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """Return whether a sparse gradient joins several lookups, at least one of which has no repeats.
+    """Return whether a sparse gradient joins several lookups, including one without repeats.
 
-    Such a lookup reads each table row only once.
+    A lookup without repeats reads each table row only once.
     """
     return isinstance(gradient, tf.IndexedSlices) and _joins_look_ups(gradient.indices)
 

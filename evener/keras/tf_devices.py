@@ -18,8 +18,8 @@ import tensorflow as tf
 def name_plan_devices(plan: Plan) -> tuple[str, ...]:
     """Return TensorFlow's names of the plan's devices.
 
-    Unless all of them are GPUs, logical CPUs are created and named instead. Raises DeviceError if a
-    GPU isn't visible.
+    Unless all devices are GPUs, create logical CPUs and return their names instead. Raises
+    DeviceError if a GPU isn't visible.
     """
     active = plan.layout.active
     if all(share.on_gpu for share in active):

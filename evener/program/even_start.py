@@ -77,7 +77,7 @@ class EvenStart:
         return shares
 
     def note_collective(self, name: str, line: str) -> None:
-        """Remember the first collective that a callback of the user has called, with its line."""
+        """Remember the first collective that the user's callbacks have called, with its line."""
         if not self._exchanged:
             self._exchanged = f"{name} ({line})"
 

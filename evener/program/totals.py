@@ -110,7 +110,7 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Check a call that uses gathered values, with each rank's in its own tensor.
+        """Check a call that uses values gathered from the ranks, one tensor per rank.
 
         If the function joins the tensors of all ranks, mark the result as gathered values, and
         return "". Otherwise return the first of `parts`, the collectives that gathered the values.

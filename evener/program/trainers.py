@@ -70,7 +70,7 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Create a second Trainer with unequal shares from the user's own, and check its loss."""
+    """Create a second Trainer, like the user's but with unequal shares, and check its loss."""
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
     with stays_if_refused(trainer):

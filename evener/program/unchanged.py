@@ -67,7 +67,7 @@ class _Iteration:
 
 
 class _Loaders:
-    """Set of data loaders, which are compared by identity and held by weak references."""
+    """Set of data loaders that compares them by identity and holds weak references to them."""
 
     def __init__(self) -> None:
         self._loaders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -121,7 +121,7 @@ def find_difference(records: list[RankView]) -> str:
 
 
 def _have_other_numbers(records: list[RankView]) -> bool:
-    """Return whether ranks scale losses, gradients or weights by different numbers."""
+    """Return whether ranks use different numbers to scale losses, gradients or weights."""
     # Such a number is, for example, a factor of the loss. The `uses` are compared only if all ranks
     # have equally many: one rank may compute something alone, for example to log it.
     looked = [each for each in records if each.numbers is not None]
