@@ -280,7 +280,7 @@ class RanOut(msgspec.Struct, frozen=True):
     that was tried, in the order in which they were tried.
     """
 
-    kind: Literal["shards", "split"]  # shards: each device held a part of the model's state
+    in_shards: bool  # whether each device held a part of the model's state
     devices: tuple[str, ...]  # that ran out of memory
     batches: tuple[tuple[int, ...], ...]
     try_seconds: float  # how long one took on average, with the start of its processes

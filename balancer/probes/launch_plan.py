@@ -140,6 +140,7 @@ def build_commands(
                 compute=_compute_share(devices[0]),
                 parallelism=ranks.busy_cores[rank],
                 device_ids=tuple(device.id for device in devices),
+                in_host_memory=not any(find_backend(one.kind).own_memory for one in devices),
                 address_space_bytes=environment.address_space_bytes,
             )
         )

@@ -47,6 +47,8 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     compute: float = 1.0  # fraction of its speed that it may use: below 1 it spins before each step
     parallelism: float = 1.0  # number of cores that its step keeps busy
     device_ids: tuple[str, ...] = ()  # ids of the place's devices, as the monitor knows them
+    # the devices' memory is the host's, as that of CPU slices is
+    in_host_memory: bool = False
     # bytes by which the process may grow after the framework's import; None: no cap
     address_space_bytes: int | None = None
 

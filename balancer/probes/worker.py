@@ -178,7 +178,8 @@ class Worker:
         if not error_is_memory(reply.types, reply.text):
             return reply
         if self._workload is None:
-            if not self._is_on_cpu() and is_host_memory(reply.types, reply.text):
+            on_gpu = self._build is not None and not self._build.in_host_memory
+            if on_gpu and is_host_memory(reply.types, reply.text):
                 return msgspec.structs.replace(reply, host_free_bytes=free_memory_bytes())
             return msgspec.structs.replace(reply, fits_no_rows=True)
         updates = self._workload.is_updating
@@ -194,12 +195,6 @@ class Worker:
         except Exception:
             recovered = False
         return msgspec.structs.replace(reply, recovered=recovered, fits_no_rows=updates)
-
-    def _is_on_cpu(self) -> bool:
-        """Whether the process's devices are CPU slices, whose memory is the host's."""
-        return self._build is None or all(
-            name.lower().startswith("cpu") for name in self._build.setup.devices
-        )
 
     def _build_workload(self, command: protocol.Build) -> protocol.Built:
         from evener.workloads import registry

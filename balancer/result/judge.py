@@ -796,15 +796,11 @@ def _find_ran_out(
     """
     if report.chosen.layout.traits.together:
         return
-    kinds: tuple[tuple[Literal["shards", "split"], bool], ...] = (
-        ("shards", True),
-        ("split", False),
-    )
-    for kind, sharded in kinds:
+    for in_shards in (True, False):
         tried = [
             one
             for one in seen
-            if one.probe.layout.traits.together and one.probe.layout.traits.sharded is sharded
+            if one.probe.layout.traits.together and one.probe.layout.traits.sharded is in_shards
         ]
         full = [one for one in tried if isinstance(one, OutOfMemory)]
         if not full or any(isinstance(one, Timed) for one in tried):
@@ -812,7 +808,7 @@ def _find_ran_out(
         positions = {i for one in full for i in one.devices or one.probe.layout.active}
         limited = report.problem.budget_seconds is not None
         yield RanOut(
-            kind,
+            in_shards,
             tuple(devices[i].label for i in sorted(positions)),
             tuple(dict.fromkeys(one.probe.layout.shares for one in full)),
             fmean(one.elapsed_seconds for one in full),

@@ -791,7 +791,7 @@ def _describe_ran_out(verdict: Verdict) -> Iterator[str]:
     for one in verdict.ran_out:
         tried = [_write_rows(batch) for batch in one.batches]
         samples = join_words(tried) if len(tried) <= MOST_TRIES else f"{tried[0]} to {tried[-1]}"
-        what = "Shards of the model were" if one.kind == "shards" else "Splits were"
+        what = "Shards of the model were" if one.in_shards else "Splits were"
         many = " each time" if len(tried) > 1 else ""
         where = f"{len(one.devices)} devices"
         if len(one.devices) <= MOST_DEVICES:

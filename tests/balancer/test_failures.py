@@ -170,7 +170,13 @@ CARD = [
 def fail_to_build(device: str, types: tuple[str, ...], text: str) -> failures.RankFailure:
     """Return the failure of a process on a device whose build() raised such an error."""
     worker = Worker()
-    worker._build = Build("train.py:build", "torch", {}, WorkerSetup((device,)))
+    worker._build = Build(
+        "train.py:build",
+        "torch",
+        {},
+        WorkerSetup((device,)),
+        in_host_memory=device.lower().startswith("cpu"),
+    )
     reply = worker.recover(MemoryError(text), ChildError(types, text, "train.py:3"))
     return failures.error_failure(0, reply)
 
