@@ -364,7 +364,7 @@ _BASE = {  # Textual's own variables
 
 
 def theme_variables(*, dark: bool) -> dict[str, str]:
-    """Return the `ev-` stylesheet variables, which have the colours of a dark or a light theme."""
+    """Return the `ev-` stylesheet variables: the colours of a dark or a light theme."""
     return {f"ev-{key}": colours[not dark] for key, colours in _TONE_COLOURS.items()}
 
 

@@ -56,9 +56,9 @@ class SessionReported(Message):
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """Return whether this message is obsolete.
+        """Return whether `message` reports newer progress of the same probe.
 
-        It is if `message` reports newer progress of the same probe.
+        If so, this message needn't be handled.
         """
         return (
             isinstance(message, SessionReported)
@@ -178,7 +178,7 @@ class Sampled(Message):
     snapshot: Snapshot
 
     def can_replace(self, message: Message) -> bool:
-        """Return whether this message is obsolete, because `message` is a newer reading."""
+        """Return whether `message` is a newer reading, so that this one needn't be handled."""
         return isinstance(message, Sampled)
 
 

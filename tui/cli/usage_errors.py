@@ -58,7 +58,7 @@ def _explain_missing(error: Exception, command: str, help_hint: str) -> RequestE
 
 
 def _explain_unknown(error: Exception, command: str, help_hint: str) -> RequestError | None:
-    """Return an error for an unknown option or command, which suggests similar names.
+    """If the option or command is unknown, return an error that suggests similar names.
 
     Returns None for any other error. `help_hint` says which `--help` to read.
     """

@@ -130,9 +130,9 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.active and state.finished is None
 
     def _can_begin_again(self, action: str) -> bool:
-        """Return whether another search can begin.
+        """Return whether the user can go on after a search or replay.
 
-        If `action` is "new", this is a new search. Otherwise, it continues the run that has ended.
+        The action "new" begins another search. Any other action continues the run that has ended.
         """
         state = self.evener.balance
         if self.evener.replays:

@@ -320,7 +320,7 @@ class BalanceForm(UsesApp, Vertical):
         return self._models[min(self.query_one("#pick-workload", Ticks).ticked)]
 
     def on_one_of_changed(self) -> None:
-        """Show the fields that are needed now that a choice has changed."""
+        """Update which fields are shown, after the user has changed one of the choices."""
         self.show_rows()
 
     def show_rows(self) -> None:
@@ -476,7 +476,7 @@ class BalanceForm(UsesApp, Vertical):
     @on(ListPanel.Moved)
     @on(Ticks.Ticked)
     def _chosen(self) -> None:
-        """Show the fields that are needed after another model or device was chosen."""
+        """Update which fields are shown, after the user has chosen another model or device."""
         focused = self.screen.focused
         if focused is not None and focused.id == "pick-workload":
             self._user_chose_model = True

@@ -58,7 +58,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
     ]
 
     def panels(self) -> Iterable[Widget]:
-        """Yield the host's line, warnings, devices, graphs, processes and the filter."""
+        """Yield the line about the host, warnings, devices, graphs, processes and the filter."""
         yield Lines(id="host", classes="bar")
         yield Lines(id="notes")
         yield DevicePanel()
@@ -67,7 +67,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         yield self.filter_field()
 
     def redraw(self) -> None:
-        """Redraw the screen from the reading that it shows, if there is one yet."""
+        """Redraw the screen with its current reading; does nothing before the first reading."""
         snapshot = self.shown
         if snapshot is None:
             return

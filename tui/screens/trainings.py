@@ -58,7 +58,7 @@ class TrainingsScreen(SnapshotScreen):
         yield Lines("Log", id="training-log", classes="panel")
 
     def redraw(self) -> None:
-        """Redraw the screen from the reading that it shows, if there is one yet."""
+        """Redraw the screen with its current reading; does nothing before the first reading."""
         if (snapshot := self.shown) is not None:
             with self.app.batch_update():
                 rows = self._ended.add_ended(join_trainings(snapshot), snapshot.at_seconds)
@@ -204,9 +204,9 @@ class TrainingPanel(ListPanel[TrainingRow]):
 
 
 class RankPanel(ListPanel[RankRow]):
-    """Table of the ranks of a training run, with a legend of the bars in it.
+    """Table of the ranks of a training run.
 
-    The bars break down the step time of each rank.
+    A bar in each row breaks down the rank's step time. A legend explains the bars.
     """
 
     def __init__(self) -> None:

@@ -41,9 +41,9 @@ WHAT_IS_SERVED = (
 
 
 class _Reading:
-    """Prometheus collector of the latest reading, which `latest` returns.
+    """Prometheus collector that returns the metrics of the latest reading.
 
-    `latest` returns None before the first reading.
+    `latest` returns this reading, or None before the first one.
     """
 
     def __init__(self, latest: Callable[[], Snapshot | None]) -> None:
@@ -122,7 +122,10 @@ class _Server4(ThreadingWSGIServer):
         self._clients.close(request, super().shutdown_request)
 
     def service_actions(self) -> None:
-        """Cut off late connections. The server's loop calls this regularly."""
+        """Cut off connections that have been open for too long.
+
+        The server's loop calls this regularly.
+        """
         self._clients.cut_off_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -57,7 +57,7 @@ def energy_cells(
 class Table(NamedTuple):
     """A text table with aligned columns. The first row is the heading.
 
-    - `numbers_from`: the first of the columns that are aligned to the right.
+    - `numbers_from`: the first column with numbers; it and all later ones are aligned to the right.
     - `note`: a text below the table.
     """
 
@@ -69,8 +69,8 @@ class Table(NamedTuple):
     def lines(self, width: int | None = None) -> list[str]:
         """Return the lines of the table, followed by an empty one.
 
-        The note is wrapped at `width` columns. If there are no rows below the heading, returns only
-        the title and note, or nothing if one of them is "".
+        The note is wrapped at `width` columns. A table that has no rows below the heading becomes a
+        single line with its title and note, or nothing if either is "".
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []

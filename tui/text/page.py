@@ -140,7 +140,7 @@ def _rival_row(
 
 
 def _remarks(report: ReportData) -> Sequence[str]:
-    """Return the remarks of the verdict, but not its first sentence, the recommendation."""
+    """Return the verdict's remarks, without the recommendation that comes first."""
     if report.written is not None:
         return [plain(words, 1000) for words in report.written.remarks]
     return [plain(line, 1000) for line in report.verdict.split("\n")[1:]]

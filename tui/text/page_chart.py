@@ -24,7 +24,10 @@ MOST_TICKS = 6
 
 
 def round_ticks(high: float, max_ticks: int = MOST_TICKS) -> list[float]:
-    """Return 0 and up to `max_ticks` multiples of a round number that are not above `high`."""
+    """Return tick values from 0 to at most `high`, in steps of a round number.
+
+    There are up to `max_ticks` of them besides 0.
+    """
     if high <= 0:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(high / max_ticks))

@@ -84,13 +84,14 @@ def make_request(
     noise_scale: str | None = None,
     **fields: Any,
 ) -> Request:
-    """Build a request from the texts of options; `fields` are passed to `Request` unchanged.
+    """Build a request from the values that the user has typed for options.
 
     - `settings`: key=value pairs for the workload.
     - `budget`: a duration such as "5m", or "none".
     - `inputs`: "host" or "device".
     - `max_slowdown`: a percentage or fraction, such as "10%" or "0.1".
     - `noise_scale`: rows, or the id of a training run that measured it.
+    - `fields`: further fields of `Request`, passed on unchanged.
 
     Raises RequestError for a value that can't be used.
     """

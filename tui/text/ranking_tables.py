@@ -74,7 +74,7 @@ def ranking_table(report: SearchReport, labels: Sequence[str]) -> Table:
 
 
 def _token_cells(report: SearchReport, ranked: RankedLayout) -> tuple[str, ...]:
-    """Return the table cells for tokens/s and padding, or none if rows have no lengths."""
+    """Return the table cells for tokens/s and padding, or none if the length of rows is unknown."""
     if not report.mean_length:
         return ()
     padding = padding_share(report.turns_of(ranked.candidate.layout))
@@ -152,7 +152,7 @@ def _pack_row(observation: Observation) -> tuple[str, str, str, str, str]:
 def scaling_table(report: SearchReport) -> Table:
     """Return a table that shows how equal shares scale from one device to several.
 
-    It is empty unless equal shares and one device alone were measured.
+    It is empty unless a single device and equal shares over several devices were measured.
     """
     plain_ones = [ranked for ranked in report.ranking if not ranked.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)

@@ -172,9 +172,10 @@ def outcome_name(observation: Observation) -> str:
 
 
 def share_text(layout: Layout, device: int) -> str:
-    """Return a text that says how many rows a device gets per step.
+    """Say how many rows a device gets per step.
 
-    If the device accumulates gradients over several passes, the text includes the rows of a pass.
+    If the device accumulates gradients over several passes, the string also has the rows per pass.
+    A device without rows only holds a part of the model's state.
     """
     # A device without rows only holds a part of the model's state.
     if not layout.shares[device]:
@@ -230,9 +231,10 @@ def summary_lines(
 
 
 def about_lines(plan: Plan, verdict: Verdict | None, width: int | None) -> list[str]:
-    """Return the workload, framework and precision, and whether devices are simulated.
+    """Return lines that name the workload, framework and precision.
 
-    Returns no lines if `verdict` is None, as for runs by older versions.
+    A line about simulated devices comes first if there are any. Returns no lines if `verdict` is
+    None, as for runs by older versions.
     """
     if verdict is None:
         return []
@@ -279,7 +281,7 @@ def verdict_lines(
 
 
 def format_search(search: SearchSummary, verdict: Verdict | None = None) -> str:
-    """Return a text with the number of probes in a search, how long it took, and why it stopped."""
+    """Say how many probes a search ran, how long it took, and why it stopped."""
     # The reason is left out if it would contradict the recommendation to measure again.
     failed = verdict.failed if verdict is not None else 0
     full = search.out_of_memory
@@ -330,9 +332,9 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
 
 
 def format_device_share(share: Share) -> str:
-    """Return a text that says how many rows a device gets.
+    """Say how many rows a device gets, as in the table of shares.
 
-    For a device without rows, says that it is left out, or holds only a part of the model's state.
+    A device without rows is left out, or holds only a part of the model's state.
     """
     if share.batch:
         return write_share(share.batch, share.micro)
@@ -391,9 +393,9 @@ def _find_reason(plan: Plan, position: int, solo: Evidence, batch: int) -> str:
 
 
 def frontier_table(verdict: Verdict | None) -> Table:
-    """Return a table of the samples/s at each batch size, and of what that speed is worth.
+    """Return a table of the samples/s at each batch size, and what that speed is worth in learning.
 
-    The worth is the samples/s at which small batches would learn equally fast. The table is empty
+    Its worth is the samples/s at which small batches would learn equally fast. The table is empty
     if the gradient noise scale is unknown.
     """
     learning = verdict.learning if verdict is not None else None
@@ -403,7 +405,7 @@ def frontier_table(verdict: Verdict | None) -> Table:
 
 
 def _format_energy(throughput: Throughput) -> str:
-    """Return a text with the plan's samples/J and watts."""
+    """Format samples/J and watts, as in "4.1 samples/J at 610 W"."""
     # If some devices of the plan are idle, the power of active and of idle devices follows.
     efficiency, active, idle = energy_cells(
         throughput.samples_per_second, throughput.active_watts, throughput.idle_watts
@@ -446,7 +448,8 @@ def gain_text(best: RatedLayout, rated: RatedLayout) -> str:
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
     """Return a line for each layout that the plan is compared with.
 
-    With `with_gains`, a line includes the plan's gain. It isn't needed if the verdict states it.
+    With `with_gains`, each line includes the plan's gain over the layout. Leave it out if the
+    verdict already states the gains.
     """
     lines = []
     own = plan_rate(plan, tuple(labels))

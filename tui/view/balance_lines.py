@@ -108,9 +108,9 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 
 
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
-    """Return the legend of the bar of shares, with the rows of each device and their percentage.
+    """Return the legend of the share bar: each device's rows and percentage.
 
-    With more than 8 devices, the legend has no percentages, and only counts the idle devices.
+    With more than 8 devices, percentages are omitted, and idle devices are only counted.
     """
     devices = range(len(layout.shares))
     detailed = len(devices) <= DETAILED_SHARES
@@ -142,7 +142,7 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
 
 
 def _tried_layout(state: SessionState, best_layout: Layout) -> Layout | None:
-    """Return the split that is being measured, or None. The best split doesn't count."""
+    """Return the split that is being measured, or None if there is none or it is the best one."""
     splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
     known = (best_layout.shares, best_layout.pass_rows)
     return next((layout for layout in splits if (layout.shares, layout.pass_rows) != known), None)
@@ -240,7 +240,8 @@ def _rival_line(
 def format_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
     """Return the gain of the best layout over another one, such as "plan +20 %" or "turns +3 %".
 
-    "plan" or "best" stands for the best layout. "turns" means that both were measured alternately.
+    "plan" or "best" is the name of the best layout. "turns" replaces it if the two layouts were
+    measured alternately.
     """
     gain = gain_text(best, rated)
     if not gain.startswith(("+", "-")):

@@ -71,7 +71,7 @@ def to_ascii(text: str) -> str:
 
 
 def _ascii_character(character: str) -> str:
-    """Return the base letter of an accented letter, or question marks for other characters."""
+    """Return the base letter of an accented letter; for other characters, "?" for each cell."""
     if character.isascii():
         return character
     letter = unicodedata.normalize("NFKD", character)[0]

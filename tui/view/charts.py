@@ -234,7 +234,10 @@ def _stack(count: int, height: int, levels: str, full: str) -> tuple[str, ...]:
 
 
 def nice_ceiling(number: float) -> float:
-    """Round up to 1, 2, 2.5, 5 or 10 times a power of ten. Returns 1 for values up to 0."""
+    """Round up to 1, 2, 2.5, 5 or 10 times a power of ten.
+
+    Returns 1 for 0, negative numbers, and numbers that aren't finite.
+    """
     # With so few possible ends, the axis rarely changes while values grow.
     if number <= 0 or not math.isfinite(number):
         return 1.0
@@ -245,6 +248,9 @@ def nice_ceiling(number: float) -> float:
 
 
 def axis_ticks(highest: float, max_ticks: int) -> list[float]:
-    """Return 0 and up to `max_ticks` multiples of a round number that are not above `highest`."""
+    """Return tick values from 0 to at most `highest`, in steps of a round number.
+
+    There are up to `max_ticks` of them besides 0.
+    """
     step = nice_ceiling(highest / max(1, max_ticks))
     return [step * place for place in range(int(highest / step + 1e-9) + 1)]

@@ -96,7 +96,7 @@ def _point(device: int, batch: int, speed: float, seen: tuple[int, Timed] | None
 
 
 def _index_by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Timed]]:
-    """Return the probes on single devices and their numbers, by (device, batch, samples/s)."""
+    """Return each measurement of a single device with its number, by (device, batch, samples/s)."""
     found = {}
     before = state.probes - len(state.seen)
     for number, entry in enumerate(state.seen, start=before + 1):

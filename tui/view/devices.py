@@ -63,7 +63,8 @@ def device_rows(
 ) -> tuple[DeviceRow, ...]:
     """Return a row for each device of a reading.
 
-    `alarmed_keys` are the keys of devices with an alert.
+    - `history`: returns the earlier values of a metric, oldest first.
+    - `alarmed_keys`: the keys of devices with an alert.
     """
     work = work_by_device(snapshot)
     return tuple(
@@ -95,7 +96,7 @@ def group_rows(rows: Sequence[DeviceRow], folded_hosts: Collection[str]) -> tupl
 
 
 def draw_host(row: HostRow, width: int, has_cursor: bool) -> Line:
-    """Draw a host's row with the totals of its devices, or why the host is lost."""
+    """Draw a host's row with the totals of its devices or, if all are lost, the reason."""
     count = len(row.rows)
     head = (
         Span(f" {Mark.FOLDED if row.folded else Mark.DESCENDING} ", "dim"),

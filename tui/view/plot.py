@@ -89,7 +89,7 @@ class Axis(NamedTuple):
 def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
     """Return an axis with round ends that covers all values. A linear axis begins at 0.
 
-    Ignores values that are not finite and, on a logarithmic axis, values up to 0.
+    Ignores values that aren't finite. A logarithmic axis also ignores 0 and negative values.
     """
     usable = [number for number in numbers if math.isfinite(number) and (number > 0 or not log2)]
     if log2:

@@ -308,7 +308,7 @@ _WHAT = {  # sentences about what takes time in a step, for all ranks and for a 
 def _describe_limit(
     limit: TrainingLimit, analysis: TrainingAnalysis, rows: Sequence[RankRow]
 ) -> Cause:
-    """Return the cause of slowness that corresponds to a limit on the run's speed."""
+    """Convert a limit on a training run's speed to a `Cause` of slowness, with a description."""
     # For a limit of one rank, the description says whether the other ranks wait for it.
     seconds, part = limit.milliseconds / 1e3, limit.share
     blamed_rows = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]

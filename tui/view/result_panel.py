@@ -51,9 +51,9 @@ class KeyHint(NamedTuple):
 def result_lines(
     state: SessionState, width: int, height: int, keys: Sequence[KeyHint]
 ) -> tuple[Line, ...]:
-    """Return the result in at most `height` lines, the last of which lists the keys.
+    """Return the result in at most `height` lines; the last line lists the keys.
 
-    It is empty while the search has no result.
+    Returns no lines while the search has no result.
     """
     finished = state.finished
     if finished is None:

@@ -71,9 +71,9 @@ def _find_news(
 ) -> str:
     """Return a remark about a measurement, such as its warnings or its gain, or "".
 
-    - `fastest`: the highest samples/s before it.
-    - `solo_speeds`: the samples/s that each device has reached alone so far, by device and batch
-      size.
+    - `fastest`: the highest samples/s of all earlier measurements.
+    - `solo_speeds`: the samples/s of each device when it trained alone in earlier measurements, by
+      device and batch size.
     """
     if not isinstance(observation, Timed):
         return ""

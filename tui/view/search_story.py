@@ -143,7 +143,7 @@ def _phase_line(state: SessionState, width: int) -> Line:
 
 
 def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
-    """Return the mark and tone of each phase, which show whether it is done, running or ahead."""
+    """Return a mark and its tone for each phase: done, running or waiting."""
     # A search on one device measures no splits, so the phase for splits is left out.
     now = current_phase(state)
     seen = {phase_of(entry.seen.probe.stage) for entry in state.seen}
@@ -159,7 +159,10 @@ def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
 
 
 def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
-    """Return the time left of the budget with a bar or, without a budget, the time so far."""
+    """Draw the time left of the budget, with a bar if it fits.
+
+    Without a budget, draws the time that has passed.
+    """
     left = seconds_left(state)
     if left is None:
         return (Span(f"{duration(state.at_seconds)} so far ", "dim"),)

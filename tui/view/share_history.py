@@ -49,9 +49,9 @@ def share_lines(
 def _draw_lanes(
     rows: Sequence[RankRow], changes: Sequence[ShareChange], change_cells: Sequence[int], room: int
 ) -> Iterator[tuple[Span, ...]]:
-    """Yield a drawing of each rank's shares over time.
+    """Yield a line for each rank that draws its shares over time.
 
-    A change of shares is drawn at its cell in `change_cells`.
+    `change_cells` has the cell at which each change of shares is drawn.
     """
     max_share = max(max(*change.before, *change.after) for change in changes)
     for rank, row in enumerate(rows):

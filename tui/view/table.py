@@ -135,7 +135,7 @@ def _heading(
     note: str,
     width: int,
 ) -> Line:
-    """Return the line of titles. A mark shows which column the rows are sorted by.
+    """Return the line with the column titles; a mark in a title shows the sort order.
 
     `note` is drawn at the right end.
     """
@@ -227,7 +227,7 @@ def table_lines(
 
 
 def _hidden_rows(above: int, below: int) -> Iterator[str]:
-    """Yield the number of hidden rows above the visible ones, and below them."""
+    """Yield how many rows are hidden above and below the visible ones, each with an arrow."""
     if above:
         yield f"{Mark.ASCENDING}{above}"
     if below:

@@ -110,7 +110,12 @@ def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> i
 def scale_short_history(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
     """Choose the scale of a graph so that a short history fills more of it.
 
-    Returns the readings per column of dots, and the columns of dots per reading.
+    - `per_dot`: the readings per column of dots that are needed to show a full history.
+    - `ticks`: the number of readings so far.
+    - `width`: the width of the graph in cells.
+
+    Returns the readings per column of dots, and the columns of dots per reading. At least one of
+    them is 1.
     """
     # The scale changes only by factors of 2, so that it changes rarely while the history grows.
     while per_dot > 1 and ticks < width * per_dot // 2:
@@ -141,7 +146,10 @@ def draw_columns(
 
 
 def _count_dots(number: float, scale: float, max_dots: int) -> int:
-    """Return how many dots of a column are filled for a value, at least one."""
+    """Return how many dots of a column to fill for a value, at least one.
+
+    `scale` is the number of dots per unit of the value.
+    """
     return max(1, min(max_dots, round(number * scale)))
 
 

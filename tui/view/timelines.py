@@ -155,7 +155,7 @@ def draw_timelines(
 
 
 def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
-    """Return the stored values of each device and metric."""
+    """Return the stored values of each device and metric, up to `newest` values each."""
     histories: Histories = {}
     for sample in plan.devices:
         for metric in plan.metrics:
@@ -171,7 +171,7 @@ def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iter
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """Return the upper end of each metric's axis if all devices use the same scale."""
+    """Return, for each metric, the upper end of the axis that all devices share."""
     # It is the highest of the ends that the axes of the single devices would have.
     tops: dict[str, float] = {}
     for sample in plan.devices:
@@ -257,9 +257,9 @@ def _draw_gutter(
     rows: int,
     column: int | None,
 ) -> list[tuple[Span, ...]]:
-    """Return the labels to the left of a graph: the ends of its axis, and one value.
+    """Return the labels to the left of a graph: the ends of its axis, and the newest value.
 
-    The value is the newest one or, if `column` isn't None, the one at the cursor.
+    If `column` isn't None, the value at the cursor replaces the newest one.
     """
     room = GUTTER_CELLS - 1
     if column is None:

@@ -118,7 +118,10 @@ def _max_columns(width: int, limit: int, ticks: float) -> int:
 
 
 def _min_columns(count: int, limit: int, height: int) -> int:
-    """Return how many columns make each of `count` graphs high enough, at most `limit`."""
+    """Return the smallest number of columns at which each of `count` graphs is high enough.
+
+    Returns at most `limit`, even if the graphs are too low then.
+    """
     for columns in range(1, limit):
         if -(-count // columns) * GOOD_HEIGHT <= height:
             return columns
@@ -230,7 +233,10 @@ def _caption(graph: Graph, width: int) -> tuple[Span, ...]:
 
 
 def _draw_level_line(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Draw a horizontal line through one row of a graph, wherever the row's cells are empty."""
+    """Draw a horizontal line through one row of a graph, in the cells that are empty.
+
+    `text` is the row of the graph, and `tone` the tone of its other cells.
+    """
     spans = []
     for sign in text:
         free = sign in " \u2800"

@@ -317,7 +317,7 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Say that no cause was found, and how much of a step the usual ones take at most."""
+    """Say that no cause was found, and what fraction of a step each usual cause takes at most."""
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training reports no parts of its steps."

@@ -64,7 +64,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """The key that identifies the run: (id, 0), or ("", pid) for a process without an id."""
+        """The key that identifies the run: (id, 0), or ("", pid) if the run has no id."""
         return self.training, 0 if self.training else self.ranks[0].pid
 
 

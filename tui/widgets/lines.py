@@ -36,7 +36,7 @@ _BOLD = ("strong", "headline", "bad", "key", "tab")
 
 
 class _Drawn(NamedTuple):
-    """The rows of the last drawing, which can be reused."""
+    """The rows that were drawn last, kept to be reused in the next drawing."""
 
     crop: Region
     rows: list[Strip]  # frame included

@@ -27,9 +27,10 @@ class TimelinePanel(Lines):
 
     @property
     def span(self) -> float:
-        """The minimum time that the graphs show, in seconds.
+        """The time range that the user has chosen for the graphs, in seconds.
 
-        It is the choice in `SPANS` that is nearest to the user's setting.
+        It is the entry of `SPANS` nearest to the user's setting. Wide graphs cover more time
+        if there are enough readings.
         """
         return nearest_span(self.evener.settings.graph_seconds)
 
