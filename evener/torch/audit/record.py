@@ -169,7 +169,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return result
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Called after each call, for subclasses to override; does nothing here."""
+        """Called after each call of a PyTorch function or a model; for subclasses to override."""
 
     def take_inner(self, model: Any) -> Any:
         """Return the model inside a wrapper such as DistributedDataParallel, or `model` itself."""
@@ -180,7 +180,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
-        """Call the recorder's `after` function, because the backward pass of a loss has ended."""
+        """Handle the end of a loss's backward pass by calling the recorder's `after` function."""
         self.losses += 1
         self._busy = True
         try:
@@ -631,7 +631,8 @@ def _replay_entries(
 ) -> None:
     """Repeat recorded calls in order, and add their results to `known`.
 
-    The arguments are those of `replay`.
+    The arguments are the same as for `replay`. Raises ValueError if a call returns a different
+    number of tensors than when it was recorded.
     """
     for entry in entries:
         if entry.generator is not None:
@@ -680,8 +681,16 @@ def _replace_argument(
 ) -> Any:
     """Return what a repeated call gets in place of a recorded argument.
 
-    `changed` has the ids of tensors that the call changes in place, which are copied. The other
-    arguments are those of `replay`. Raises ValueError for an object that can't be cut into rows.
+    Arguments:
+
+    - `known`: the tensors that replace recorded ones, by the id of the recorded tensor.
+    - `rows`: row count of the new rows.
+    - `convert_number`: called with a number; returns the number to use.
+    - `changed`: ids of the tensors that the call changes in place, which are copied.
+    - `replacements`: objects that replace recorded ones, by class; None for a class whose object
+      can't be replaced.
+
+    Raises ValueError for an object that can't be replaced.
     """
     if isinstance(argument, RowNumber):
         return argument.factor * rows

@@ -104,8 +104,12 @@ class _Interpretations:
     ) -> None:
         """Audit the rows; the constants that `count` selects are treated as row counts.
 
-        The result of an earlier audit is replaced only if this one finds no difference. The other
-        arguments are those of `audit_record`.
+        The result of an earlier audit is replaced only if this one finds no difference. Arguments:
+
+        - `sketcher`: returns a new GradientSketcher.
+        - `computations`: returns what to compute for a choice of rows.
+        - `count`: AS_WRITTEN, ROW_COUNTS or MULTIPLES.
+        - `add_noise`: whether to add noise to weights whose values are all the same.
         """
         # `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES
         try:

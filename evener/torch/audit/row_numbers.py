@@ -1,8 +1,8 @@
-"""Compare losses with different random numbers in each row, to find a random divisor of the loss.
+"""Find losses that are divided by a random count, by letting rows draw different random numbers.
 
 Usually an audit draws the same numbers for every row. It then misses a loss that is divided by a
 random count, such as the number of tokens that the model masks, because every row has the same
-count. Here, rows have different random numbers, and a row has the same ones in every batch.
+count. Here, rows draw different random numbers, and a row draws the same ones in every batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class RowRandomness(EvenRandomness):
     - `rows`: row count of the pass.
     - `by_row`: indices of those random operations in the pass that have an entry for each row. The
       other operations give every row the same numbers.
-    - `disturbance`: as in EvenRandomness.
+    - `disturbance`: seed of random errors to add to results, as large as rounding errors; 0 adds
+      none.
     """
 
     def __init__(
@@ -92,7 +93,11 @@ def _count_entries(argument: Any, size_index: int | None) -> int:
 
 
 def _cut(argument: Any, is_size: bool, row: int, rows: int) -> Any:
-    """Return one row of a random operation's argument; other arguments are returned unchanged."""
+    """Return a random operation's argument for a single row: the one with index `row`.
+
+    `rows` is the row count of the pass. Arguments without an entry for each row are returned
+    unchanged. `is_size` is whether the argument is the size of the result.
+    """
     if is_size:
         return [1, *argument[1:]]
     if isinstance(argument, torch.Tensor) and argument.ndim and len(argument) == rows:
@@ -111,7 +116,7 @@ class _Pass(NamedTuple):
 def find_loss_by_rows(
     sketcher: GradientSketcher, computations: Computations, few: FewRows
 ) -> tuple[float, float] | None:
-    """Compute the loss in equal and in unequal parts, with different random numbers for each row.
+    """Compute the loss in equal and in unequal parts, while each row draws its own random numbers.
 
     Return both losses if they differ, else None. The result is also None if no random operation has
     an entry for each row. `sketcher` has to compute only losses.
@@ -128,10 +133,11 @@ def find_loss_by_rows(
 def find_random_count(
     sketcher: GradientSketcher, shares: WholeShares, add_noise: bool
 ) -> GradientDifference | None:
-    """Compare the losses of an audit again, with different random numbers for each row.
+    """Compare the losses of an audit again, this time with each row drawing its own random numbers.
 
-    The result is None if the losses agree, apart from rounding, or if no random operation has an
-    entry for each row. With `add_noise`, noise is added to weights whose values are all the same.
+    The result is the difference if the losses differ by more than rounding. It is None if they
+    agree, if they can't be computed, or if no random operation has an entry for each row. With
+    `add_noise`, noise is added to weights whose values are all the same.
     """
     before, sketcher.losses_only = sketcher.losses_only, True
     try:
@@ -154,10 +160,11 @@ def _compare_losses(
     trained: Sequence[_Pass],
     measures_rounding: bool = False,
 ) -> GradientDifference | None:
-    """Compare the losses of two computations, with different random numbers for each row.
+    """Compare the losses of two computations, while each row draws its own random numbers.
 
-    The result is None if the losses agree or can't be compared. With `measures_rounding`, a
-    difference also has to exceed the effect of rounding errors, measured on these rows.
+    The result is None if the losses agree or can't be compared. With `measures_rounding`, the
+    effect of rounding errors is measured on these rows, and a smaller difference also counts as
+    agreement.
     """
     if not (reference and trained):
         return None

@@ -202,7 +202,8 @@ def choose_spread(features: Sequence[tuple[float, ...]], max_rows: int = ROWS) -
 def _pick_rows(batch: Any, rows: int, in_order: bool, max_rows: int) -> Any:
     """Return a smaller batch of up to `max_rows` rows that differ as much as possible.
 
-    If the batch's tensors don't all have one entry per row, the first rows are returned.
+    With `in_order`, the rows keep the order of the batch. If the batch's tensors don't all have one
+    entry per row, the first rows are returned.
     """
     tensors = [each for each in tensors_in(batch) if each.ndim]
     if not tensors or any(len(tensor) != rows for tensor in tensors):
@@ -256,7 +257,8 @@ def _cut(batch: Any, size: int, rows: int) -> tuple[Any, Any] | None:
 def _describe_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
     """Return numbers that describe one row of a data set, such as its class and length.
 
-    The result is () if the row can't be collated alone.
+    `collated` makes a batch from a list of rows. The result is () if it can't do so from this row
+    without others.
     """
     # collating one row fails, for example, if rows come in pairs
     try:

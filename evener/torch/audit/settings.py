@@ -44,7 +44,7 @@ class LossSettings:
         code: Code | None = None,
         holders: Iterable[Any] = (),
     ) -> bool:
-        """Return whether a setting has changed after three or more checks without a change.
+        """Return whether a setting has changed that had stayed the same for at least three checks.
 
         Arguments:
 

@@ -64,7 +64,11 @@ class Signs:
         return self._pools[key][:count]
 
     def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
-        """Return how to arrange gradients of these sizes in a matrix with `width` columns."""
+        """Return how to arrange gradients in a matrix with `width` columns.
+
+        `sizes` are the gradients' numbers of elements. `like` is a tensor with the device and dtype
+        of the matrix.
+        """
         key = sizes, width, like.device, like.dtype
         if key not in self._layouts:
             if len(self._layouts) >= MOST_LAYOUTS:
@@ -158,7 +162,10 @@ def _zero_sums(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
-    """Return the random sums of each line of several gradients of the same device and dtype."""
+    """Reshape each gradient to a matrix, and return random sums of each of its rows (lines).
+
+    The gradients must have the same device and dtype.
+    """
     # a gradient's sums don't depend on the other gradients
     flat = [_flatten(gradient) for gradient in gradients]
     width = _line_width(flat[0])
@@ -170,7 +177,7 @@ def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
 
 
 def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
-    """Add up the sums of each gradient's lines; return the totals on the host."""
+    """Add up the sums of all lines of each gradient; return one list of totals per gradient."""
     # all sums are copied to the host together
     lines = torch.cat([each.lines for each in sums]).cpu().numpy()
     counts = [count for each in sums for count in each.counts]
@@ -248,7 +255,8 @@ class GradientSums:
 
         Arguments:
 
-        - `scale`: factor of the loss in its backward pass; None means `weight`.
+        - `scale`: factor of the loss during its backward pass, which is divided out of the
+          gradients again; by default, the backward pass multiplies by `weight` itself.
         - `loss_only`: whether to add the loss instead of its gradients.
         - `retain_graph`: as in `torch.autograd.grad`.
         """

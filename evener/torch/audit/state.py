@@ -154,11 +154,10 @@ def _copy_items(value: Any, memo: dict[int, Any], max_bytes: float) -> _Items:
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], max_bytes: float) -> Any:
     """Return a tensor's version counter and a copy, or None for a tensor that isn't copied.
 
-    None is returned for parameters and for tensors of more than `max_bytes` bytes, for example.
-    `memo` gets the ids of copied tensors.
+    These aren't copied: parameters, tensors that require a gradient, tensors made in inference
+    mode, tensors of more than `max_bytes` bytes, and tensors without memory, such as weights that
+    FSDP1 has freed. Each copied tensor is added to `memo`, by id.
     """
-    # not copied: a parameter, one that requires a gradient, was made in inference mode, has more
-    # than `max_bytes`, or has no memory, such as weights that FSDP1 has freed
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
         return None
     if value.numel() and address(value) == 0:

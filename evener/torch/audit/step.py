@@ -1,7 +1,7 @@
 """Compare the gradient that the training run computes for a few rows with the correct one.
 
-The correct gradient is computed on one device or in equal parts, the training run's in the parts
-of unequal shares.
+The correct gradient is computed on one device or in equal parts. The training run's gradient is
+computed in unequal parts, one for each device's share.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class AuditChange(msgspec.Struct, frozen=True, eq=False):
 
 
 class WholeShares(msgspec.Struct, frozen=True, eq=False):
-    """Two computations whose losses are compared with different random numbers for each row.
+    """Two computations of a loss to compare while each row draws its own random numbers.
 
-    Shares aren't divided into passes. The rows are padded as in the whole batch, so that a row has
-    the same random numbers in both computations.
+    Each device's share is computed in a single pass. The rows are padded as in the whole batch, so
+    that a row draws the same random numbers in both computations.
     """
 
     reference: Computation  # the correct computation
@@ -119,7 +119,10 @@ def audit(
 def _audit_equal_rows(
     sketcher: GradientSketcher, computations: Computations, add_noise: bool
 ) -> Audited:
-    """Compare two gradients with the same random numbers for each row; used by `audit`."""
+    """Compare two gradients while every row draws the same random numbers.
+
+    Compare the losses instead if the gradients can't be computed or no tensor gets one.
+    """
     try:
         found = _try_quick_passes(sketcher, computations, add_noise) or _audit(
             sketcher, computations, add_noise
@@ -238,7 +241,10 @@ class _Comparison:
 def _report_agreement(
     sketcher: GradientSketcher, computations: Computations, reference: Sketch
 ) -> Audited:
-    """Return the result of an audit in which the gradients agree."""
+    """Return the result of an audit in which the gradients agree.
+
+    `reference` is the sketch of the correct gradient.
+    """
     return Audited(
         difference=None,
         cause="",
@@ -254,10 +260,10 @@ def _report_agreement(
 def compare_losses(
     sketcher: GradientSketcher, computations: Computations
 ) -> tuple[GradientDifference, str] | None:
-    """Compare only the losses of two computations, each computed once.
+    """Run two computations once each, and compare only their losses.
 
-    The result is None if they agree. Otherwise it is the difference and its likeliest cause: "sum"
-    if the loss is a sum over rows, else "rows".
+    The result is None if the losses agree. Otherwise it is the difference and its likeliest cause:
+    "sum" if the loss is a sum over rows, or "rows" if it isn't a mean over rows for another reason.
     """
     # everything is computed once, so a fixed multiple of the dtype's precision is allowed for
     # rounding

@@ -214,7 +214,10 @@ class Flat:
             self._work = Parts(gradients, self.cuts, self.rank, self._on_nccl).reduce()
 
     def _send_all(self, sender: GradientSender, weight: float) -> None:
-        """Start to send this rank's gradients to the ranks that store their shards."""
+        """Start to send this rank's gradients to the ranks that store their shards.
+
+        The receiving ranks multiply them by `weight`.
+        """
         gradients = [slot.whole.grad for slot in self.slots]
         self.ledger.add("gathered", sender.taken_bytes)
         sender.take(weight, gradients)

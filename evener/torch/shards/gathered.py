@@ -1,4 +1,4 @@
-"""Memory for the gathered parameters of a unit, in the dtypes that are used to compute."""
+"""Memory for the gathered parameters of a unit, in the dtypes that the unit computes in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .slot import Slot
 
 
 def sort_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """Return the parameters sorted by the size of the dtype used to compute, largest first."""
+    """Return the parameters sorted by the size of the dtype they are gathered in, largest first."""
     # so the parameters of each dtype begin at a multiple of its size in bytes
     return sorted(slots, key=lambda slot: (-slot.computes.itemsize, str(slot.computes)))
 

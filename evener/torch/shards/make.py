@@ -76,9 +76,12 @@ def shard(
 
     Arguments:
 
-    - `level`: "all" gathers parameters one unit at a time, "state" the whole model at once.
-    - `units`: modules whose parameters are gathered together, with level "all"; None chooses them.
-    - `state`: relative size of each rank's part; by default from the plan, else by free memory.
+    - `level`: how sharded parameters are gathered for computation: "all" gathers one unit at a
+      time, "state" the whole model at once.
+    - `units`: modules whose parameters are gathered together, with level "all"; None chooses
+      repeated blocks and large layers.
+    - `state`: relative size of each rank's part of the model; by default from the plan, else in
+      proportion to free memory.
     - `dtype`: dtype of computation; None leaves each parameter its own.
     - `autocast_dtype`: dtype of an autocast around each forward pass, or None.
 
@@ -234,8 +237,9 @@ def _choose_parts(
 def _free_bytes_by_rank(training: PlannedTraining, other_bytes: int) -> tuple[float, ...]:
     """Return how many bytes each rank's GPU has left for its part of the model.
 
-    `other_bytes` is how much a rank needs for other things. A rank on a CPU counts as 1. Every rank
-    has to call this.
+    The result is used as the relative sizes of parts. For a rank on a CPU, it is 1, so that ranks
+    on CPUs get equal parts. `other_bytes` is how many bytes a rank needs for other things. Every
+    rank has to call this.
     """
     # ranks on CPUs share their host's memory, so they get equal parts
     own = 1.0
@@ -347,7 +351,8 @@ def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], order: float) -> 
 def _norm_over_ranks(own: torch.Tensor | None, order: float, device: Any) -> torch.Tensor:
     """Combine the norms of all ranks' pieces into one norm.
 
-    `own` is this rank's norm, or None if it has no elements. `order` is the order of the norm.
+    `own` is the norm of this rank's pieces, or None if this rank has no elements. `order` is the
+    order of the norm.
     """
     # summed in float64, because powers of half-precision values overflow
     if order in (float("inf"), float("-inf")):

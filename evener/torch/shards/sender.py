@@ -195,9 +195,9 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return an upper bound for the bytes of gradients that a rank receives from the others.
+    """Return an upper bound for the bytes of gradients that a rank receives from the other ranks.
 
-    1.0 stands for as many bytes as the flat tensor has. `ranks` is the number of ranks.
+    It is a fraction of the flat tensor's bytes, and may be above 1. `ranks` is the number of ranks.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 
@@ -233,10 +233,10 @@ def _find_copies(
     pieces: Sequence[Sequence[DtypeRange]],
     parts: dict[int, torch.Tensor],
 ) -> list[GradientCopy]:
-    """Return where a parameter's gradient goes in the parts of all ranks, as a list of copies.
+    """Return the copies that put a parameter's gradient into the parts of the ranks.
 
     `position` is the parameter's index in the list of slots, `pieces` has the dtype ranges of each
-    rank's part, and `parts` has the memory of each part.
+    rank's part, and `parts` has the memory of each part, by rank.
     """
     found = []
     for rank, listed in enumerate(pieces):

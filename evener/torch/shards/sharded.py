@@ -154,8 +154,8 @@ class Sharded:
     def has_any(self, parameters: set[int]) -> bool:
         """Raise a RequestError if any of these parameters is sharded, else return False.
 
-        `parameters` has their ids. This is called for parameters whose gradients another object is
-        about to sum.
+        Another object calls this when it is about to sum the gradients of the parameters.
+        `parameters` has their ids.
         """
         if not parameters.isdisjoint(map(id, self.parameters)):
             raise RequestError(
@@ -274,10 +274,10 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a unit whose parameters are read by code outside of its module.
+        """Gather a unit when code outside of its module reads the unit's parameters.
 
-        This happens only while the model computes. The unit stays gathered until the backward pass
-        ends.
+        Nothing happens outside of forward and backward passes. The unit stays gathered until the
+        backward pass ends.
         """
         # for example, a model may multiply by its head's weight without calling the head
         if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):
@@ -487,7 +487,7 @@ class Sharded:
 
 
 class LayerParameters(dict[str, Any]):
-    """A layer's dict of parameters, which are gathered when code reads one while the model runs."""
+    """A layer's dict of parameters, which gathers them when code reads one while the model runs."""
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
         super().__init__(unit.module._parameters)

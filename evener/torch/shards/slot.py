@@ -1,4 +1,4 @@
-"""A parameter of a sharded model: unsharded, and as the piece of it that this rank stores."""
+"""A parameter of a sharded model in its two forms: the full tensor, and the piece on this rank."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ LARGE_LAYER = 0.3
 
 
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
-    """Return the modules of a model whose parameters are gathered together, by name.
+    """Return the modules whose parameters are gathered together, by name.
 
-    `wanted` has classes or modules; None chooses repeated blocks and large layers. Raises
-    RequestError if the model has none of them.
+    `wanted` has classes, or modules of the model; None chooses repeated blocks and large layers.
+    Raises RequestError if no module of the model is one of these.
     """
     if wanted is None:
         return _choose_blocks(model)
@@ -200,7 +200,8 @@ class Unit:
     - `module`: the module.
     - `parameters`: its parameters that are sharded.
     - `place`: this rank, and the size of each rank's part.
-    - `dtype`, `autocast_dtype`: see `choose_dtype`.
+    - `dtype`: dtype of computation for the whole model, or None.
+    - `autocast_dtype`: dtype of an autocast around the model, or None.
     - `ledger`: counts the bytes in use.
     """
 
@@ -270,7 +271,7 @@ class Unit:
             slot.point_to(slot.piece)
 
     def hide(self) -> None:
-        """Make the module refer to this rank's pieces, but keep the gathered parameters."""
+        """Make the module refer to this rank's pieces, but don't free the gathered parameters."""
         if self.gathered:
             self.hidden = True
             self._point_to_pieces()

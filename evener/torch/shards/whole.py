@@ -33,11 +33,16 @@ def count_gathered(
     autocast_dtype: Any = None,
     received: float | None = None,
 ) -> int:
-    """Estimate a rank's peak memory in bytes, besides its shards and its activations.
+    """Estimate a rank's peak memory in bytes, not counting its shards and its activations.
 
     This memory holds gathered parameters, gradients that are being reduced, and unsharded
-    parameters. `dtype` and `autocast_dtype` are those of `choose_dtype`. `received` is the upper
-    bound from `bound_received`, or None if gradients are reduced in the dtype of the shards.
+    parameters. Arguments:
+
+    - `units`: modules whose parameters are gathered together, by name.
+    - `dtype`: dtype of computation; None leaves each parameter its own.
+    - `autocast_dtype`: dtype of an autocast around each forward pass, or None.
+    - `received`: upper bound for the bytes of gradients that a rank receives from other ranks, as
+      returned by `bound_received`; None if gradients are reduced in the dtype of the shards.
     """
     # an embedding is freed before its gradients are reduced, so its parameters don't count then
     parameters = find_parameters(model, units)

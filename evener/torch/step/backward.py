@@ -50,7 +50,10 @@ def listen(listener: LossListener) -> Callable[[], Any]:
 
 
 def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `Tensor.backward` that calls the listeners first."""
+    """Return a replacement for `Tensor.backward` that calls the listeners first.
+
+    `own` is PyTorch's `Tensor.backward`, which is called afterwards.
+    """
 
     @wraps(own)
     def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -203,10 +203,10 @@ def _list_training(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epoch_count: int) -> bool:
-    """Return whether all possible batches, and those after them, give ranks the same weights.
+    """Return whether it doesn't matter which of some possible batches is computed.
 
-    It then doesn't matter which of them is computed. `epoch_count` is the number of loops that they
-    may be from.
+    It doesn't if all of them, and the batches after them, give ranks the same weights.
+    `epoch_count` is the number of loops that the possible batches may be from.
     """
     newest = possible[-1]
     one_each = len(possible) == epoch_count or newest.origin.tail is None

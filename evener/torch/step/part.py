@@ -88,9 +88,10 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return the part's rows that belong to one of the queued passes, as a Part of their own.
+        """Return the rows of this part that `turn`, a pass in the queue, computes.
 
-        `turn` is that pass. If it has all rows of this part, the part itself is returned.
+        They are returned as a new Part, or as this part itself if the pass computes all of its
+        rows.
         """
         # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:

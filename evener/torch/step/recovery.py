@@ -140,7 +140,10 @@ class Recovery:
         self.limit.begin_batch(self._bytes_of_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Right before a pass is computed, save the state that it may change."""
+        """Save the state that a pass may change, and return the pass with it.
+
+        This is called right before the pass is computed.
+        """
         return RunningPass(part, PassState(exchanges, self._constant), count_foreign())
 
     def catch(

@@ -102,7 +102,11 @@ class LoaderSteps(StepListener):
             training.timer.disturb()
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Report a finished training step."""
+        """Report a finished training step.
+
+        `sizes` has the row count of each rank. `tokens` says how many tokens this rank's rows have,
+        without and with padding.
+        """
         if self.trains:
             self.training.report(sizes[self.training.rank], tokens)
             self.training.end()
@@ -261,7 +265,7 @@ class Passes:
     # -- the backward pass of a part; Part.backward or the trainer's adapter calls these methods
 
     def open(self) -> None:
-        """Prepare the objects that all-reduce gradients for a part's backward pass.
+        """Begin a part's backward pass: prepare the objects that will all-reduce its gradients.
 
         Raises RequestError if the gradients of the batch's earlier passes were cleared.
         """

@@ -133,7 +133,7 @@ class TensorGroup:
         return any(self._tensors[index]() is tensor for index in self._summed)
 
     def note(self, index: int, gradient: torch.Tensor) -> None:
-        """Remember a new gradient and the tensor's `.grad`, before autograd adds one to the other.
+        """Remember a new gradient and the tensor's old `.grad`, before autograd adds the two.
 
         `index` is the tensor's index in the group.
         """

@@ -169,10 +169,11 @@ class BatchWeights(BatchTracker):
         self._shape = shape
 
     def exchange_gradients(self, model: Any) -> list[Exchange]:
-        """Return a list with the Exchange that all-reduces a model's gradients.
+        """Set up the Exchange that all-reduces a model's gradients and can undo failed passes.
 
-        With it, a failed pass can be undone. The list is empty if another library sums the
-        gradients. In that case, RequestError is raised if the noise scale is measured.
+        Returns a list with this Exchange. The list is empty if the model keeps its own all-reduce,
+        for example with FSDP. Raises RequestError if the noise scale is to be measured, but the
+        model keeps its own all-reduce.
         """
         if self.shares.world == 1:
             return [self._exchange_of_one_rank(model)]
@@ -187,9 +188,10 @@ class BatchWeights(BatchTracker):
         return [] if exchange is None else [exchange]
 
     def weigh_sharded(self, model: Any, sharded: Any, device: torch.device) -> None:
-        """Weight the gradients of a sharded model, and move its inputs to `device`.
+        """Make a sharded model weight its gradients in each backward pass.
 
-        `sharded` is the object that sums the gradients.
+        `sharded` is the Sharded object that sums the model's gradients. The model's inputs are
+        moved to `device` before each forward pass.
         """
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
@@ -283,8 +285,8 @@ class BatchWeights(BatchTracker):
     def begin_parts(self, batch: Any) -> TakenBatch:
         """Start to compute a batch in parts, and return the loader's batch that it comes from.
 
-        Raises RequestError inside another batch's parts, under Lightning, and if no loader has
-        yielded the batch.
+        Raises RequestError if another batch is being computed in parts, under Lightning, or if no
+        loader has yielded the batch.
         """
         self.refuse_in_parts("parts")
         if self.weigh == "trainer":
@@ -355,10 +357,10 @@ class BatchWeights(BatchTracker):
         return count_equal_passes(batch.sizes, self.shares.micros)
 
     def refuse_in_parts(self, name: str) -> None:
-        """Raise RequestError if a method that communicates between ranks is called in a pass.
+        """Raise RequestError if a method that needs all ranks is called while a part is computed.
 
-        `name` is the method of Split that was called. Raises WholeBatchLoss if an audit calls
-        "loss" or "gather".
+        `name` is the name of the method, which belongs to Split. Raises WholeBatchLoss if an audit
+        calls "loss" or "gather".
         """
         # ranks run different numbers of passes, so a collective in each pass would make them wait
         # for each other forever
@@ -448,7 +450,11 @@ class BatchWeights(BatchTracker):
         return scaled
 
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Return the initial gradients of a backward pass, multiplied by the factor of `scale`."""
+        """Return the initial gradients of a backward pass, weighted as `scale` weights a loss.
+
+        `gradients` has the initial gradient of each loss; None means ones. Each is multiplied by
+        this rank's weight and by the number of ranks.
+        """
         weight = self.shares.world * self.weight
         made = []
         for loss, given in zip(losses, gradients, strict=True):
@@ -508,8 +514,11 @@ def _scale_forgotten() -> RequestError:
 
 
 def _not_wrapped(wrapped: int, missing: int) -> RequestError:
-    """Return the error for an optimizer that trains unwrapped parameters."""
-    # `wrapped` and `missing` are its numbers of parameters in and outside of wrapped models
+    """Return the error for an optimizer that trains unwrapped parameters.
+
+    `wrapped` is the number of its parameters that belong to wrapped models, and `missing` the
+    number of those that don't.
+    """
     if not wrapped:
         return RequestError(
             "The optimizer trains a model whose gradients aren't weighted: the ranks "

@@ -151,9 +151,9 @@ def wrap_module(
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
     """Replace the all-reduce of a DistributedDataParallel with an exchange; return the exchange.
 
-    With `by_loss`, a model with a communication hook, mixed precision or sparse gradients keeps its
-    own all-reduce, and the result is None. Without `by_loss`, a communication hook or mixed
-    precision raises RequestError.
+    `by_loss` is whether losses are scaled instead of gradients. If so, a model with a communication
+    hook, mixed precision or sparse gradients keeps its own all-reduce, and the result is None. If
+    not, a communication hook or mixed precision raises RequestError.
     """
     # The model's own all-reduce can't be weighted, or repeated after a failure. The model stays a
     # DistributedDataParallel, and its `no_sync` and `module` still work.
@@ -272,7 +272,8 @@ def is_sharded(model: Any) -> bool:
 def has_own_work(model: Any, rebalances: bool) -> bool:
     """Return whether a rank's compute time can be measured without its waits for other ranks.
 
-    Raises RequestError if it can't, and rebalancing needs it (`rebalances`).
+    `rebalances` is whether shares are rebalanced during training, which needs these times. Raises
+    RequestError if it does, but the times can't be measured.
     """
     # ranks wait in FSDP2's layers and in SyncBatchNorm; rebalancing needs these times
     if not (

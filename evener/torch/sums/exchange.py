@@ -92,8 +92,9 @@ class Exchange:
     Every rank of the group has to create one. Raises RequestError if ranks have different models,
     or if the model is sharded. These attributes are callbacks:
 
-    - `begun`: called when a backward pass reaches the outputs for a batch. Its arguments are this
-      batch, and the batch whose outputs the same backward pass reached before.
+    - `begun`: called with two batches when a backward pass reaches the model's outputs: the batch
+      of these outputs, and the batch of the outputs that the same backward pass reached before. If
+      it hasn't reached any before, both are the same.
     - `ready`: called when the last gradient is computed.
     - `sent`: called when all buckets are sent.
     - `done`: called when all sums are complete.
@@ -446,9 +447,9 @@ class Exchange:
         self._listen()
 
     def close(self) -> None:
-        """With a single rank, end the pass that `open` began.
+        """End the pass that `open` began, if there is only one rank.
 
-        With several ranks, the end of the backward pass does this.
+        With several ranks, nothing happens, because the end of the backward pass has ended it.
         """
         # `_finish_pass` does it there
         if self.single_rank:
