@@ -189,7 +189,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         # DistributedDataParallel's all-reduce can't be resumed after an error
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)
-        self._exchanges = self._planned.weights.exchange_gradients(self.model)
+        self._exchanges = self._planned.weights.make_exchanges(self.model)
         self._disable_retries_for_searches()
         if self._planned.world > 1:
             self._share_sigterm()

@@ -139,7 +139,7 @@ class TrainerPasses:
         last one. `loss` returns what the loss is a mean over.
         """
         if model is not self._model:
-            self._model, self._exchanges = model, self._weights.exchange_gradients(model)
+            self._model, self._exchanges = model, self._weights.make_exchanges(model)
             self._weights.look_for_tensors()
         total = torch.zeros((), device=self._trainer.args.device)
         planned = [part.weight for part in parts]

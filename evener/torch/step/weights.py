@@ -168,7 +168,7 @@ class BatchWeights(BatchTracker):
         self.lengths_vary = self._shape not in (None, shape)
         self._shape = shape
 
-    def exchange_gradients(self, model: Any) -> list[Exchange]:
+    def make_exchanges(self, model: Any) -> list[Exchange]:
         """Set up the Exchange that all-reduces a model's gradients and can undo failed passes.
 
         Returns a list with this Exchange. The list is empty if the model keeps its own all-reduce,
