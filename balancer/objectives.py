@@ -120,6 +120,6 @@ def find_objective(name: str) -> Objective:
     return OBJECTIVES[name]
 
 
-def name_speed_trading() -> str:
+def slowdown_objective_names() -> str:
     """Return the names of the objectives that `--max-slowdown` applies to, joined by "or"."""
     return " or ".join(name for name, one in OBJECTIVES.items() if one.trades_speed)

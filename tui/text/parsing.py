@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.objectives import OBJECTIVES, SPEED, find_objective, name_speed_trading
+from evener.balancer.objectives import OBJECTIVES, SPEED, find_objective, slowdown_objective_names
 from evener.balancer.request import Request
 from evener.balancer.store.runs import load_noise
 from evener.devices.registry import find_backend
@@ -102,7 +102,7 @@ def make_request(
     if max_slowdown is not None:
         if not find_objective(fields.get("objective", SPEED.name)).trades_speed:
             raise RequestError(
-                f"--max-slowdown goes with --objective {name_speed_trading()}.",
+                f"--max-slowdown goes with --objective {slowdown_objective_names()}.",
                 "Add that, or leave --max-slowdown out.",
             )
         fields["max_slowdown"] = parse_max_slowdown(max_slowdown)
