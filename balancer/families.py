@@ -153,9 +153,9 @@ def write_devices(layout: Layout, labels: Sequence[str]) -> str:
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """Format the devices' fractions, such as "0.600 : 0.400"; "" if there are many devices.
+    """Format each used device's fraction of the step, such as "0.600 : 0.400".
 
-    `ratios` has one fraction for each device of the request.
+    `ratios` has one fraction for each device of the request. Returns "" if there are many devices.
     """
     parts = [ratios[i] for i in layout.active]
     return " : ".join(f"{part:.3f}" for part in parts) if len(parts) <= MOST_NAMED else ""

@@ -73,7 +73,10 @@ def read_job(header: Header) -> Job:
 
 
 def _check_supported_options(job: Job, settings: object) -> None:
-    """Raise RequestError if an option doesn't work with these devices or this framework."""
+    """Raise RequestError if an option doesn't work with these devices or this framework.
+
+    It is also raised if `settings`, those of the workload, can't be written as JSON.
+    """
     request = job.request
     devices = job.devices
     if job.machine is not None:
@@ -91,7 +94,7 @@ def _check_supported_options(job: Job, settings: object) -> None:
 
 
 def _check_engine(engine: str, framework: str, devices: Sequence[Device]) -> None:
-    """Raise RequestError if the engine can't synchronize these devices."""
+    """Raise RequestError if the requested `--engine` can't train on these devices."""
     if framework != "tensorflow":
         raise RequestError(
             f"--engine {engine} is TensorFlow's; {framework} has none.", "Leave --engine out."

@@ -396,8 +396,9 @@ def _timed_sound(measurement: Timed, devices: int) -> bool:
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
     """Return the bytes of a journal file after checking that it can be trusted.
 
-    Raises RequestError if it isn't a plain file or is too large, or if it is a link or others may
-    write to it. The last two are allowed with `foreign`, for another user's journal.
+    Raises RequestError if the file can't be read, isn't a regular file or is too large. Without
+    `foreign`, also raises it for a symbolic link, and for a file that another user owns or may
+    write to.
     """
     follow = 0 if foreign else os.O_NOFOLLOW
     with (

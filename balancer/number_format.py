@@ -22,7 +22,7 @@ def factor(times: float) -> str:
 
 
 def efficiency(samples_per_joule: float) -> str:
-    """Format samples per joule with three significant digits; large values like samples/s."""
+    """Format samples per joule with three significant digits, or as a whole number from 1000 on."""
     return f"{samples_per_joule:.3g}" if samples_per_joule < 999.5 else rate(samples_per_joule)
 
 

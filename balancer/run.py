@@ -177,7 +177,7 @@ def _read_budget(record: JournalContents) -> float | None:
 
 
 def _check_request(header: Header, request: Request) -> None:
-    """Raise RequestError if an option differs from the run's and would invalidate measurements.
+    """Raise RequestError if an option that affects the measurements differs from the run's own.
 
     Options with their default values aren't compared.
     """

@@ -297,7 +297,8 @@ class Session(EventThread):
     def _finish(self) -> Finished:
         """Build the plan from the measurements, and write it to the journal.
 
-        Raises an error if no measurement gives a plan.
+        If there is no plan, raises UnwrittenError if the journal couldn't be written, otherwise
+        NoLayoutError or DeviceError.
         """
         running = tuple(
             one

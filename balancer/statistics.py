@@ -33,9 +33,9 @@ STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
 def student(degrees_of_freedom: int) -> float:
     """Return the two-sided 95 % quantile of Student's t distribution.
 
-    The value is exact to four decimals up to 20 degrees of freedom. Above, it is approximated by
-    the first term of the expansion in Abramowitz and Stegun, 26.7.5. Raises ValueError for fewer
-    than 1.
+    The value is exact to four decimals up to 20 degrees of freedom. For more, it is approximated by
+    the first term of the expansion in Abramowitz and Stegun, 26.7.5. Raises ValueError for less
+    than 1 degree of freedom.
     """
     if degrees_of_freedom < 1:
         raise ValueError(f"Student's t has at least 1 degree of freedom, not {degrees_of_freedom}")
@@ -86,7 +86,7 @@ def typical_single_step_error(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _pool_step_errors(differences: Sequence[float], fitted: int) -> float:
-    """Estimate the error of a single step by combining its usual error with measured differences.
+    """Estimate the error of a single step from measured differences and from its usual error.
 
     `differences` are relative differences between steps. `fitted` is the number of parameters that
     were fitted to them. Returns half of the 95 % interval of a single step, as a fraction of its

@@ -148,7 +148,7 @@ def repeat_probe(
 
     The iterator runs the layout `repeat` times and yields each result. It ends early once `stop` is
     set. If the request shares the devices with other searches, they aren't locked. Raises
-    NoLayoutError if a probe fails, and DeviceError if another search has a device.
+    NoLayoutError if a probe fails, and DeviceError if another search uses a device.
     """
     with _locked_prober(job, layout.active) as prober:
         yield _runs(prober, layout, job.devices, repeat, length, stop)
@@ -355,6 +355,7 @@ def _measure_first_batches(
 ) -> list[Timed]:
     """Measure the first batches of a search on one device.
 
+    `largest` is for the error message: the largest models that would fit in memory, or None.
     Returns an empty list if the user stopped. Raises NoLayoutError if no step ended within the
     budget, or if not even one row fits.
     """
@@ -406,9 +407,9 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 def _measure_batches(
     one_device_job: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
-    """Run the first probes of a search briefly, and return the successful measurements.
+    """Run the first probes of a search for a short time, and return the successful measurements.
 
-    Raises NoLayoutError if the workload fails.
+    `watch` is called with their progress. Raises NoLayoutError if the workload fails.
     """
     search = make_search(one_device_job)
     timed: list[Timed] = []

@@ -300,7 +300,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def restart_seconds(self) -> float:
-        """Seconds to start this layout's processes again, without the time of the imports."""
+        """Time to start this layout's processes again, without their imports, in seconds."""
         return self.start_seconds - self.import_seconds
 
     @property
@@ -353,7 +353,10 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def throughput(self) -> Interval:
-        """Samples/s with an interval that has the same relative width as that of the step time."""
+        """Throughput in samples/s, with its 95 % interval.
+
+        The interval has the same relative width as that of the step time.
+        """
         value = self.samples_per_second
         half = value * (self.high_seconds - self.low_seconds) / 2 / self.step_seconds
         return Interval(value, max(0.0, value - half), value + half)

@@ -274,7 +274,7 @@ class ShortBudget(msgspec.Struct, frozen=True):
 
 
 class RanOut(msgspec.Struct, frozen=True):
-    """Attempts to train on several devices, all of which ran out of memory.
+    """Attempts to train on several devices, which all failed because memory ran out.
 
     The plan therefore doesn't use several devices. `batches` has each device's rows in each layout
     that was tried, in the order in which they were tried.

@@ -87,7 +87,7 @@ def find_single(verdict: Verdict) -> Rival | None:
 
 
 def is_equal(rival: Rival) -> bool:
-    """Return whether a layout ties with the plan, at a measured speed within 3 % of the plan's."""
+    """Return whether a layout ties with the plan, and its measured speed is within 3 % of it."""
     gap = rival.difference
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 

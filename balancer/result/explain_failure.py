@@ -1,4 +1,4 @@
-"""Write the error that a user sees if a search found no layout that trains."""
+"""Write the error that a user sees if a search couldn't train with any layout."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _locate_workload(workload: str, reason: str) -> str:
 
 
 def _explain_shards(record: JournalContents) -> Iterator[str]:
-    """Yield a clause that says why sharding the model didn't help either.
+    """Yield a clause that says why the model couldn't be trained in shards.
 
     Yields nothing if sharding wasn't tried.
     """

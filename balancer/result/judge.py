@@ -506,10 +506,11 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 def _find_sum_loss(
     report: SearchReport, rivals: Sequence[ComparedLayout], limits: Sequence[TrainingLimit]
 ) -> SumLoss | None:
-    """Explain why the plan is over 10 % slower than the sum of all devices when each trains alone.
+    """Explain why the plan is over 10 % slower than all devices would be if each trained alone.
 
-    Returns None if it isn't that slow, if waiting for data or busy CPU cores already explain it, or
-    if the samples/s of a device are unknown.
+    The plan's throughput is compared with the sum of the devices' own throughputs. Returns None if
+    it isn't that much lower, if waiting for data or busy CPU cores already explain the loss, or if
+    the throughput of a device is unknown.
     """
     chosen = report.chosen
     alone = list(map(_rate, _list_compared_alone(report, rivals)))
@@ -649,7 +650,7 @@ def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
 
 
 def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> bool:
-    """Return whether one device is recommended although it couldn't be compared with several.
+    """Return whether one device is recommended although no split of the batch could be compared.
 
     This is the case if no layout over several devices was measured, or only with a much smaller
     batch.
@@ -790,7 +791,7 @@ def find_short_budget(
 def _find_ran_out(
     report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device], end: SearchEnd
 ) -> Iterator[RanOut]:
-    """Yield the attempts to train on several devices, in shards or not, if all ran out of memory.
+    """Yield the attempts to train on several devices, sharded or not, if all ran out of memory.
 
     Yields nothing if the plan trains on several devices.
     """

@@ -46,10 +46,10 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 def _find_worth(scale: NoiseScale, own_batch: int | None, report: SearchReport) -> Learning:
     """Return how much each sample of the recommended batch contributes to learning.
 
-    The contribution is relative to that of a sample in a very small batch. The result also has it
-    for other measured batches. `own_batch` is the batch size of the user's script, or None. If the
-    speed at that size is known, the result compares the two sizes: their speeds, and the samples
-    that each needs to reach the same loss.
+    The contribution is relative to that of a sample in a very small batch. The result also contains
+    the contribution for other measured batches. `own_batch` is the batch size of the user's script,
+    or None. If the speed at that size is known, the result compares the two sizes: their speeds,
+    and the samples that each needs to reach the same loss.
     """
     chosen = report.chosen
     batch = chosen.layout.global_batch

@@ -197,9 +197,9 @@ def _reverse_gap(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """Return the family of a layout.
+    """Return the family of a layout, which is the family of equal shares if its shares are equal.
 
-    Unlike `family_of`, this distinguishes equal shares over several devices from unequal ones.
+    `family_of` doesn't make this distinction: it returns the family of unequal shares for both.
     """
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
@@ -255,9 +255,9 @@ def printed_gain(own: float, other: float) -> float:
 
 
 def is_rough(*intervals: Interval) -> bool:
-    """Return whether one of the rates has a relative error above 2 %.
+    """Return whether one of these throughputs has a relative error above 2 %.
 
-    Gains are then written as whole percents.
+    Gains are then written as percentages without decimals.
     """
     return any(
         relative_error(interval.value, interval.low, interval.high) > COARSE

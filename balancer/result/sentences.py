@@ -274,9 +274,10 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """Return whether the text can say how a layout compares with the plan.
+    """Return whether the text for users can mention a layout in its comparison with the plan.
 
-    It can also say that the layout's speed is too uncertain to compare.
+    It can if the gain over the layout is known, or if the layout's speed is so uncertain that the
+    text can say so.
     """
     return rival.gain is not None or not rival.rate.known
 
@@ -355,7 +356,10 @@ def _write_tie(rival: Rival, rival_name: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Return why a difference counts as a tie: it is within its error, or too small to matter."""
+    """Return why a difference counts as a tie.
+
+    It may be smaller than the measurement error, or too small to matter.
+    """
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -379,7 +383,10 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_link(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence about the link between the plan's devices, unless another one names it."""
+    """Yield a sentence about the link between the plan's devices.
+
+    Yields nothing if another sentence already mentions the link.
+    """
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     # the sentence about an exchange that limits the training names the link
     if verdict.link is not None and not named:
@@ -1021,8 +1028,8 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
 def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --budget") -> str:
     """Return a warning about a measurement as a sentence, with the device's label if known.
 
-    `on_gpus` means that heat and power limits may be named as causes. `longer` is what the user
-    should give to measure longer, as words for the sentence.
+    `on_gpus` means that heat and power limits may be named as causes. `longer` says how the user
+    can measure for longer, in words such as "a longer --budget".
     """
     value = doubt.value
     part = percent(doubt.taken)

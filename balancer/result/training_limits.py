@@ -169,7 +169,10 @@ class _Measured:
         return fmean(known) * self.step_s if known else 0.0
 
     def lost_seconds(self, position: int, kind: LimitKind) -> float:
-        """Return how many seconds per step a device loses because of heat or its power limit."""
+        """Return how many seconds per step a device loses because of heat or its power limit.
+
+        `kind` says which of the two causes is meant.
+        """
         own = self.compute_seconds(position) or self.step_s
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
         return own * (self.share(position, name) or 0.0)
@@ -210,7 +213,11 @@ class _Measured:
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Convert a time from a slower, more detailed probe to the layout's step-time scale."""
+        """Convert a time from the detailed probe to what it is in a normal step of the layout.
+
+        Steps of the detailed probe may be slower, so the time is scaled by the ratio of the step
+        times.
+        """
         assert self.closer is not None
         return seconds * self.step_s / self.closer.step_seconds
 
@@ -469,10 +476,10 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Return the time that the plan's shares save compared with equal shares.
+    """Return how much time per step the plan saves compared with equal shares.
 
-    It is returned as a limit that is marked as already removed by the plan. The list is empty
-    unless equal shares of the same batch were measured on the same devices.
+    The result is a list with one limit, which is marked as already removed by the plan. The list is
+    empty unless equal shares of the same batch were measured on the same devices.
     """
     chosen = report.chosen
     layout = chosen.layout

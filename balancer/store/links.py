@@ -55,7 +55,8 @@ def save_links(
 def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
     """Save the speed of a link that a probe measured, in addition to earlier measurements.
 
-    Errors while writing the file are ignored.
+    `path` is the type of the connection, such as NVLink; "" if it is unknown. Errors while writing
+    the file are ignored.
     """
     labels = tuple(device.label for device in devices)
     transport = find_transport(devices)

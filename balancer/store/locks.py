@@ -4,9 +4,8 @@ The user may allow several searches on a device. The locks are file locks of the
 which it releases when the process that holds them exits. Searches of one user lock files in the
 user's state folder. Each file contains the pid and the run of the process that holds the lock.
 
-Searches of different users, or with different state folders, lock the file in sysfs with which the
-kernel represents a device. Everybody can read this file and nobody can replace it, so nobody can
-tamper with it.
+Searches of different users, or with different state folders, lock the file that represents a device
+in sysfs. Everybody can read this file and nobody can replace it, so nobody can tamper with it.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ class QuickWindow(NamedTuple):
 
 
 class QuickStep(NamedTuple):
-    """The time of a training run's quick steps, corrected for a CPU core at full speed.
+    """How long a quick step of a training run would take on a CPU core at full speed.
 
-    `seconds` is per row. `error` is a fraction of it.
+    `seconds` is the time per row. `error` is the error of that time, as a fraction of it.
     """
 
     seconds: float
@@ -81,9 +81,9 @@ class Slope(NamedTuple):
 def compare_quick_steps(
     trainings: Sequence[Sequence[QuickWindow]], same_product: bool
 ) -> tuple[list[QuickStep], float]:
-    """Estimate the quick steps of two runs as if their cores had been equally fast.
+    """Return the quick-step time of each of two runs, as if their CPU cores had been equally fast.
 
-    The second value is the uncertainty that this correction adds to the ratio of the two steps:
+    The second value is the uncertainty that this correction adds to the ratio of the two times:
     half of a 95 % interval, as a fraction. If `same_product` is False, the runs timed different
     matrix products, for example because their versions of numpy differ. Their cores then count as
     equally fast.
@@ -117,12 +117,13 @@ def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool)
 
 
 def find_slope(trainings: Sequence[Sequence[QuickWindow]]) -> Slope:
-    """Estimate how much steps slow down on a slower core, relative to the fixed matrix product.
+    """Estimate how much steps slow down on a slower core, relative to a fixed matrix product.
 
-    This is a regression of the log step time on the log time of the product, with a common slope
-    for all runs (analysis of covariance; Snedecor and Cochran, Statistical Methods, chapter 18). It
-    is corrected for the noise of the product. The result is combined with a prior, weighted by
-    precision (Gelman et al., Bayesian Data Analysis, section 2.5).
+    This is a regression of the logarithm of the step time on the logarithm of the product's time,
+    with a common slope for all runs (analysis of covariance; Snedecor and Cochran, Statistical
+    Methods, chapter 18). It is corrected for the noise of the product's time. The result is
+    combined with a prior, weighted by precision (Gelman et al., Bayesian Data Analysis, section
+    2.5).
     """
     steps = [step for windows in trainings for step in _center([each.step_s for each in windows])]
     cores = [core for windows in trainings for core in _center([each.core_s for each in windows])]

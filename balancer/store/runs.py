@@ -240,9 +240,9 @@ def each_run() -> Iterator[RunSummary]:
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
-    """Return how fast later training runs with this search's plan were.
+    """Return the speed of the training runs that used this search's plan, or None if none did.
 
-    Returns None if there are none.
+    Only runs that are newer than the search are read.
     """
     trainings = []
     for newer in reversed(_list_ids()):
@@ -345,8 +345,8 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 def _summarize_run(run: str, trainings: Trainings) -> RunSummary:
     """Return a summary of a run for the list of runs.
 
-    The summary of a search includes how fast training runs with its plan were. These runs are
-    always newer than the search. Call this function for the newest run first, and pass the same
+    The summary of a search includes the speed of the training runs that used its plan. These runs
+    are always newer than the search. Call this function for the newest run first, and pass the same
     `trainings` each time: it collects the training runs for the summaries of older searches.
     """
     if not _has_begun(run):

@@ -25,9 +25,9 @@ SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """How fast training runs with a plan were, compared with the throughput that it predicted.
+    """Speed of the training runs that used a plan, compared with the throughput that it predicted.
 
-    The throughput, and the reasons for being slow, are from the newest run.
+    The throughput, and the reasons why training was slow, are from the newest run.
     """
 
     trainings: int
@@ -41,12 +41,15 @@ class Trained(msgspec.Struct, frozen=True):
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Return why training is slower than predicted, as far as its journal shows."""
+        """Return why training is slower than predicted.
+
+        If the newest run's journal shows no reason, the result says that the reason isn't known.
+        """
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
 def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained | None:
-    """Return how fast training runs with a plan were, or None if no run used it.
+    """Return the speed of the training runs that used a plan, or None if no run used it.
 
     `trainings` are sorted from the newest run to the oldest.
     """

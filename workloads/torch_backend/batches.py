@@ -1,8 +1,8 @@
 """Training data for PyTorch workloads, loaded in the same way as in training.
 
-A data set is read in epochs, each in a new order. If there is only `sample_batch`, it is called
-once for more rows than fit in a processor's cache, or fewer if creating rows is slow. These rows
-are then reused. If rows have lengths, their tokens and padding are counted.
+A data set is read in epochs, each in a new order. If there is only `sample_batch`, it creates a
+fixed set of rows, which are reused in every epoch. They are more than fit in a processor's cache,
+unless creating rows is slow. If rows have lengths, their tokens and padding are counted.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ class Data:
     ) -> UnevenBatchSampler:
         """Return a sampler that assigns rows to ranks by their length.
 
-        The ranks then finish a batch at about the same time. `sizes` are the mean rows of each
-        rank.
+        The ranks then finish a batch at about the same time. `sizes` has the mean number of rows of
+        each rank.
         """
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens

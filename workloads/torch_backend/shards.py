@@ -85,7 +85,7 @@ class RecipeShards:
         - number of parameters
         - number of trained parameters
         - bytes of gradients that are freed before the forward pass
-        - bytes of a process outside PyTorch's allocator
+        - bytes that a process uses outside PyTorch's allocator
         """
         sizes = (self._state, self._gathered, self._step, self._parameters, self._trained)
         return " ".join(map(str, (*sizes, self._gradients, self._other_bytes)))

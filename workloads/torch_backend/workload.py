@@ -108,10 +108,11 @@ PlaceParts = Callable[
 
 
 class TorchWorkload(Workload, StepListener):
-    """A PyTorch model that a probe trains on one device, in a group, in shards, or placed.
+    """A PyTorch model that a probe trains.
 
-    `place` puts the module's parts on several devices. Raises `RequestError` for a setup that isn't
-    supported.
+    It runs on one device, as a rank of a group, sharded over the ranks of a group, or with its
+    parts on several devices. `place` puts the parts on the devices. Raises `RequestError` for a
+    setup that isn't supported.
     """
 
     def __init__(
@@ -264,8 +265,9 @@ class TorchWorkload(Workload, StepListener):
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
         """Compute a batch's gradient in several passes, and return how many there were.
 
-        If a pass of a group runs out of memory, it is computed again in smaller passes, because the
-        other ranks wait in the all-reduce. `read_shortage` then returns the error.
+        If a pass runs out of memory on a rank of a group, that rank computes it again in smaller
+        passes, because the other ranks wait in the all-reduce. `read_shortage` then returns the
+        error.
         """
         assert self._batches is not None
         rows = sum(batch.rows) if isinstance(batch, AssignedBatch) else self._batches.rows
