@@ -147,7 +147,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
         """Turn off shuffling if the trainer's option `overfit_batches` is set, as Lightning does.
 
-        An order that the user has given for the rows is kept.
+        The loader calls this when an iteration begins. An order that the user has given for the
+        rows is kept.
         """
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             rows.shuffle = False  # as Lightning does with its own loaders

@@ -173,8 +173,8 @@ class PassMetrics:
     def counting(self, part: Part, rows: Any) -> Iterator[None]:
         """Context manager around the forward pass of a part of a batch.
 
-        The part's metrics count as those of `rows` rows. A part with weight 0 doesn't change the
-        metrics.
+        Lightning gets `rows` as the batch size of the part's metrics. A part with weight 0 doesn't
+        change the metrics.
         """
         module, logged = self._module, self._logged
         before = module._current_fx_name, logged.batch_size

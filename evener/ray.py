@@ -78,7 +78,7 @@ def trainer(
 def _reserve_other_gpus(plan: Plan, nodes: dict[str, Node]) -> list[Any]:
     """Reserve the GPUs that the plan doesn't use, so that Ray assigns none of them to a worker.
 
-    The returned handles keep the reservations.
+    The GPUs stay reserved until the returned agents are ended.
     """
     held = []
     for host, node in nodes.items():

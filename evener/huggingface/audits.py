@@ -213,8 +213,9 @@ class TrainerComputations:
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes a batch's loss, and fails if that calls a collective.
+        """Return a function that computes a batch's loss.
 
+        It raises CollectiveError if the loss communicates with other ranks.
         `items` is passed to the loss as `num_items_in_batch`; None if the Trainer doesn't count
         items. The Trainer sees `world` processes.
         """

@@ -67,7 +67,7 @@ def assume_loss(trainer: Any, world: int) -> TrainerLoss:
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """Return whether the Trainer expects its loss to be divided by `num_items_in_batch` already.
+    """Return whether the Trainer assumes that its loss is already divided by `num_items_in_batch`.
 
     `items` is this number, or None if the Trainer couldn't count the items.
     """

@@ -119,8 +119,9 @@ def find_loss(
 class LossFinder:
     """Finds what a loss is a mean over, such as rows or labels.
 
-    It compares the gradient of a few rows at once with those of the same rows in parts.
-    `gathering_in_passes` is needed if batches are split into passes, and otherwise None.
+    It computes the gradient of a few rows at once and in parts, and compares them. If batches are
+    split into passes, `gathering_in_passes` is the object that gathers values from ranks and
+    passes; otherwise, it is None.
     """
 
     def __init__(
@@ -240,8 +241,9 @@ class LossFinder:
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
         """Return the means among `names` that fit the loss, such as "rows" and "labels".
 
-        A mean fits if the parts' gradients, weighted accordingly, add up to the gradient of all
-        rows. If only losses can be compared, the mean that fits best comes first.
+        A mean fits if the parts' gradients, weighted accordingly, add up to `reference`, the
+        gradient of all rows. `multiplied` is the factor that the Trainer multiplies its loss by. If
+        only losses can be compared, the mean that fits best comes first.
         """
         few_rows = self._few_rows
         fitting = []
@@ -303,9 +305,9 @@ class LossFinder:
         return self._agree_on(relative <= allowed)
 
     def _measure_rounding(self) -> None:
-        """Repeat the reference with rounding errors, to see how much they change its gradients.
+        """Repeat the reference computation with rounding errors, to see how its gradients change.
 
-        Only the first call computes the repeats, which are kept for later comparisons.
+        Only the first call does this; the results are kept for later comparisons.
         """
         if not self._repeats:
             computation = self._computations.at_once(self._few_rows)
@@ -388,10 +390,11 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, is_sharded_model: bool
 ) -> TrainerLoss | None:
-    """Return what the loss is a mean over, as found by the first rank that has a result.
+    """Call `find` on every rank, and return what the loss is a mean over.
 
-    All ranks return the same. The result is None if no rank has found it. A RequestError on any
-    rank is raised on every rank. Every rank has to call this.
+    All ranks return the result of the first rank that has one, or None if no rank has a result. A
+    RequestError on any rank is raised on every rank; with `keeps_launcher`, so is any other error,
+    unless memory ran out. Every rank has to call this.
     """
     # Another error means that memory ran out, or that the script has an error, which its first step
     # will raise again.
@@ -408,11 +411,11 @@ def _find_on_first_rank(
 def _find_or_return_error(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, is_sharded_model: bool
 ) -> _Finding:
-    """Return what this rank finds, or the message of an error, so that all ranks can compare them.
+    """Return what `find` finds on this rank or, if it fails, an error message for all ranks.
 
-    A RequestError's message and remedy are returned. Any other error is only a warning, and nothing
-    is found; with `keeps_launcher`, its message is returned instead, unless memory ran out. For a
-    sharded model, running out of memory raises DeviceError.
+    The message and remedy of a RequestError are returned. Any other error leads to a warning and an
+    empty result; with `keeps_launcher`, its message is returned instead, unless memory ran out. For
+    a sharded model, running out of memory raises DeviceError.
     """
     try:
         return _Finding(find())

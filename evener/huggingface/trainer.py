@@ -262,8 +262,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> Any:
         """Set the weights of a step's passes, and return the number of items on all ranks.
 
-        The number is None if the trainer doesn't count items. `sizes` and `totals` are as in
-        `weigh_passes`.
+        For each global batch in the step, `sizes` has the row counts of this rank's passes, and
+        `totals` has the batch's row count. The result is None if the trainer doesn't count items.
+        Every rank has to call this.
         """
         rows = [own for step in sizes for own in step]
         with self._gathering.local():
@@ -288,8 +289,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _find_loss(self, accepts_ignored: bool, checked_rows: int = 0) -> TrainerLoss:
         """Return what the loss is a mean over: measured or, if checks are off, assumed.
 
-        `checked_rows` is the number of rows to check if a single process is about to use smaller
-        passes for the first time, and otherwise 0.
+        If `accepts_ignored` is True, the loss supports ignored labels. `checked_rows` is the number
+        of rows to check if a single process is about to use smaller passes for the first time, and
+        otherwise 0.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not checked_rows):
@@ -496,10 +498,10 @@ def _fetch_few(
     max_rows: int = ROWS_COMPUTED,
     is_diverse: bool = True,
 ) -> FewRows | None:
-    """Fetch and collate a few rows for a check of the loss; None if that isn't possible.
+    """Return a few collated rows for a check of the loss, or None if they can't be fetched.
 
-    Every rank gets the same rows. With `is_diverse`, they are chosen from more rows, so that they
-    differ in class and length.
+    Every rank gets the same rows. With `is_diverse`, they are selected from a larger number of
+    rows, so that they differ in class and length.
     """
     more = (TIMES - 1) * max_rows if is_diverse else 0
     rows = sampler.sample_rows(max_rows, more)

@@ -40,7 +40,7 @@ class PlainVariables:
 
 
 class TensorPlace(NamedTuple):
-    """An attribute of a model, or an item of a list or dict in one, that holds tensors."""
+    """An attribute of a model that holds tensors, or an item of a list or dict in an attribute."""
 
     name: str
     container: Any

@@ -174,8 +174,8 @@ class StepAudit:
     def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
         """Count a change if the user's code has assigned any of the watched variables.
 
-        The variables are checked when an epoch begins and, in one process, before each step of the
-        user's own loop.
+        The variables are checked when an epoch begins. In a loop that the user has written, they
+        are also checked before each step, but only if there is a single process.
         """
         if not begins_epoch and not (is_loop and self._group is None):
             return
@@ -217,9 +217,9 @@ class StepAudit:
     def audit_training(self, batch: Tensors, signature: Any = None) -> None:
         """Audit a training step: compare the engine with Keras on one device, on a few rows.
 
-        The rows are taken from `batch`, and `signature` identifies the type of the batch. Raises
-        RequestError if the gradients differ and the training has to end. Otherwise, a difference is
-        printed as a warning. Every process has to call this in the same step.
+        The rows are taken from `batch`, and `signature` identifies the type of the batch. A
+        difference raises RequestError, or leads to a warning if training may go on (see
+        `Audits.decide`). Every process has to call this in the same step.
         """
         self._moment = f"In step {self.audits.step}"
         self._trains = True
@@ -297,9 +297,9 @@ class StepAudit:
     def _gather_first_rows(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
         """Return the first `rows` rows of the global batch, gathered from all processes.
 
-        `data` has only this process's rows if `is_own`, and otherwise the global batch of `whole`
-        rows. The result is the whole batch if a share has too few rows, and None if the data aren't
-        numbers. Every process has to call this.
+        `data` is the global batch, which has `whole` rows, or only this process's rows of it if
+        `is_own` is True. If a share has too few rows, the whole batch is returned; if the data
+        aren't numbers, the result is None. Every process has to call this.
         """
         cut, rank = self._engine.cut, self._group.rank
         shares = cut.sizes(whole)
@@ -404,7 +404,8 @@ class StepAudit:
     ) -> tuple[Finding | None, Tensors]:
         """Check whether the loss of some rows can be computed without the batch's other rows.
 
-        Returns a finding, if any, and the rows on which to compare the steps.
+        Returns a finding if it can't, else None, and the rows on which to compare the steps. They
+        are `rows`, or the whole `batch` if Keras' own step fails on fewer rows.
         """
         self._fails = False
         count, whole = int(count_rows(rows)), self._count_batch(batch)
@@ -798,8 +799,8 @@ class StepAudit:
         # rows that an engine computes separately may take another branch than all rows together
         for place, apart in find_distances(whole, others).items():
             one, other = (
-                self._try_shifted(plain, rows, place, amounts)
-                for amounts in force_both_sides(whole[place], apart)
+                self._try_shifted(plain, rows, place, offsets)
+                for offsets in force_both_sides(whole[place], apart)
             )
             if one is None or other is None:
                 continue  # an assertion: who takes the other side ends with its error
@@ -816,15 +817,14 @@ class StepAudit:
 
     @staticmethod
     def _try_shifted(
-        plain: TracedStep, rows: Tensors, line: str, amounts: Sequence[Any]
+        plain: TracedStep, rows: Tensors, line: str, offsets: Sequence[Any]
     ) -> StepResult | None:
-        """Run the step with changed comparisons in the user's code.
+        """Run the step with changed comparisons in the user's code; return None if it fails.
 
-        `amounts` are added to the left sides of the comparisons in `line`. The result is None if
-        the step fails.
+        `offsets` are added to the left sides of the comparisons in `line`, a line of the code.
         """
         try:
-            return plain.run_shifted(rows, line, amounts)
+            return plain.run_shifted(rows, line, offsets)
         except tf.errors.OpError:
             return None
 

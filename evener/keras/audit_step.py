@@ -81,13 +81,15 @@ class TracedStep:
 
     - `step`: the function to trace, such as the model's `train_step`.
     - `spec`: element spec of a batch, with any row count.
-    - `shifted`: whether results of comparisons in the user's code can be changed (see
-      `run_shifted`).
+    - `shifted`: whether to trace the step so that `run_shifted` can change the results of
+      comparisons in the user's code, which shows whether the gradients depend on them.
     - `plain`: whether the step is Keras' own; then results include a `StepCall`.
 
     After tracing, `variables` are the variables that the step uses, by key, and `assigned` the keys
     of those that it may assign. `draws` is True if the step draws random numbers without
-    keras.random. `merged` and `joined` describe sparse gradients (see `sparse_gradients.py`).
+    keras.random. `merged` has the indices of the weights whose sparse gradients have at most one
+    slice for each table row. `joined` names the weights whose sparse gradients come from several
+    lookups (see `joins_look_ups`).
     """
 
     def __init__(
@@ -118,13 +120,13 @@ class TracedStep:
         self.assigned = _find_assigned(self._graph.graph) & self.variables.keys()
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
 
-    def run_shifted(self, data: Tensors, line: str, amounts: Sequence[Any]) -> StepResult:
+    def run_shifted(self, data: Tensors, line: str, offsets: Sequence[Any]) -> StepResult:
         """Run the step with changed comparisons in the user's code.
 
-        `amounts` are added to the left sides of the comparisons in `line`, a line of the code.
+        `offsets` are added to the left sides of the comparisons in `line`, a line of the code.
         """
         assert self._shifts is not None
-        self._shifts.assign(line, amounts)
+        self._shifts.assign(line, offsets)
         try:
             return self.run(data)
         finally:
@@ -207,9 +209,10 @@ class TracedStep:
 
     @contextmanager
     def _recording_loss_calls(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Context manager that records the model's outputs in `calls` when its loss is computed.
+        """Context manager that records what the model has computed each time its loss is called.
 
-        Only calls of a plain step are recorded.
+        Outputs, masks, losses that layers add, and attributes are appended to `calls`. Nothing is
+        recorded unless the step is Keras' own.
         """
         # A record has the fields of a `StepCall`, with the outputs' masks after the outputs.
         if not self._plain:
@@ -398,9 +401,9 @@ def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: An
 
 
 def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
-    """Reduce each gradient of a vector, such as a bias, to a few sums with random signs.
+    """Reduce the gradient of each vector, such as a bias, to a few sums with random signs.
 
-    The gradients are matrices with one row.
+    Each gradient is given as a matrix with a single row.
     """
     sizes = [vector.shape[1] for vector in vectors]
     # there are many of them, so they are computed together
@@ -555,8 +558,8 @@ def _without_graph_optimization() -> Iterator[None]:
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Context manager that restores attributes of the model, its layers and its loss at the end.
 
-    Tensors and plain values are restored. Yields a dict; when changes of plain values are undone,
-    the changed values are put into it.
+    Tensors and plain values are restored. Yields a dict, which is empty at first. At the end, it
+    gets the changed plain values, by name, as they were before they were restored.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

@@ -130,9 +130,9 @@ def check_passes(model: Any, rows: int) -> None:
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
-    """Raise RequestError if a model's call has assigned any trainable weights.
+    """Raise RequestError if a model's call has assigned trainable weights.
 
-    `weights` are those that it has assigned.
+    `weights` are the trainable weights that it has assigned, if any.
     """
     # such an assignment would be lost, because each device has its own copy of the weights
     if weights:
@@ -187,7 +187,7 @@ def overrides(model: Any, name: str) -> bool:
 def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
     """Return the batch normalization layers whose option `synchronized` has this value.
 
-    None returns all of them.
+    If it is None, return all batch normalization layers.
     """
     found = [
         each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)
@@ -196,7 +196,10 @@ def list_normalizations(model: Any, synchronized: bool | None = False) -> list[A
 
 
 def list_normalization_states(model: Any, synchronized: bool | None = False) -> list[Any]:
-    """Return the moving averages of the layers that `list_normalizations` returns."""
+    """Return the moving averages of batch normalization layers.
+
+    Only layers whose option `synchronized` has this value are included; None includes all.
+    """
     layers = list_normalizations(model, synchronized)
     return [state for layer in layers for state in layer.non_trainable_variables]
 

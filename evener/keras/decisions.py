@@ -32,9 +32,11 @@ Margins = dict[str, list[Any]]
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the comparisons in the user's code whose result doesn't have an entry for each row.
+    """Yield the comparisons in the user's code whose results have a fixed shape.
 
-    Each is yielded as a pair: the line of code, and the graph's operation.
+    Comparisons with a result for each row are left out, because a part of a batch decides them as
+    the whole batch does. Each is yielded as a pair: its line of code, and its operation in the
+    graph.
     """
     # Parts of a batch decide comparisons with one result per row as the whole batch does.
     for operation in graph.get_operations():
@@ -72,34 +74,34 @@ def read_margin(operation: Any) -> Any:
 
 
 class Shifts:
-    """Changes the results of comparisons in a traced step by adding amounts to their left sides."""
+    """Changes the results of comparisons in a traced step by adding offsets to their left sides."""
 
     def __init__(self) -> None:
-        self._amounts: dict[str, list[Any]] = {}
+        self._offsets: dict[str, list[Any]] = {}
 
     def insert(self, line: str, operation: Any) -> None:
-        """Add an amount, which is 0 at first, to the left side of a comparison.
+        """Add an offset, which is 0 at first, to the left side of a comparison.
 
         `line` is the line of the user's code with the comparison.
         """
         left = operation.inputs[0]
         shape = operation.outputs[0].shape
-        amounts = self._amounts.setdefault(line, [])
-        number = len(amounts)
-        amounts.append(np.zeros(shape, left.dtype.as_numpy_dtype))
-        amount = operation.graph.capture_call_time_value(
-            lambda: tf.constant(self._amounts[line][number]), tf.TensorSpec(shape, left.dtype)
+        offsets = self._offsets.setdefault(line, [])
+        number = len(offsets)
+        offsets.append(np.zeros(shape, left.dtype.as_numpy_dtype))
+        offset = operation.graph.capture_call_time_value(
+            lambda: tf.constant(self._offsets[line][number]), tf.TensorSpec(shape, left.dtype)
         )
-        operation._update_input(0, left + amount)
+        operation._update_input(0, left + offset)
 
-    def assign(self, line: str, amounts: Sequence[Any]) -> None:
-        """Set the amounts for the comparisons in `line`, a line of the user's code."""
-        pairs = zip(self._amounts[line], amounts, strict=True)
-        self._amounts[line] = [amount.astype(before.dtype) for before, amount in pairs]
+    def assign(self, line: str, offsets: Sequence[Any]) -> None:
+        """Set the offsets for the comparisons in `line`, a line of the user's code."""
+        pairs = zip(self._offsets[line], offsets, strict=True)
+        self._offsets[line] = [offset.astype(before.dtype) for before, offset in pairs]
 
     def clear(self) -> None:
-        """Set all amounts to 0, so that the comparisons have their original results again."""
-        for every in self._amounts.values():
+        """Set all offsets to 0, so that the comparisons have their original results again."""
+        for every in self._offsets.values():
             every[:] = [np.zeros_like(each) for each in every]
 
 
@@ -126,9 +128,10 @@ def _find_largest_distance(margin: Any, others: Sequence[Any]) -> Any:
 
 
 def force_both_sides(margins: Sequence[Any], distances: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield amounts that make all comparisons true, then amounts that make them false.
+    """Yield offsets that make left sides of comparisons larger than right sides, then smaller.
 
-    `distances` come from `find_distances`; a comparison with distance 0 isn't changed.
+    The offsets are added to the left sides. `margins` are the left minus the right sides, and
+    `distances` come from `find_distances`. A comparison with distance 0 isn't changed.
     """
     for side in (0.5, -0.5):
         yield [

@@ -1,4 +1,4 @@
-"""Looks at the first batch of an iterator, without taking it away from the training."""
+"""Reads the first batch of an iterator in advance, but leaves it available to the training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
-    """Return the first batch, and an iterator that still yields it.
+    """Return the first batch, and an iterable for one call of Keras' train or test function.
 
-    The first batch is None if there is none, or if the elements aren't tensors. Up to `steps`
-    batches are read ahead, as many as Keras takes in one call.
+    The iterable yields up to `steps` batches, including the first. The first batch is None if there
+    is none. It is also None if the elements aren't tensors; the iterable is then `batches` itself.
     """
     if not isinstance(batches, tf.data.Iterator):
         seen = list(islice(batches, steps))

@@ -89,7 +89,7 @@ class Group:
         return sums
 
     def _all_reduce(self, flat: Any) -> Any:
-        """Sum a flat tensor over all processes, by NCCL on GPUs.
+        """Sum a flat tensor over all processes; on GPUs, NCCL is used.
 
         Every process has to call this, with a tensor of the same length.
         """
@@ -292,9 +292,9 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other_data(rank: int) -> None:
-    """Raise RequestError because process `rank` has different data from process 0.
+    """Raise RequestError, which says that process `rank` has different data from process 0.
 
-    If `rank` is 0, nothing is raised.
+    Do nothing if `rank` is 0, which means that no process has different data.
     """
     if rank:
         raise RequestError(

@@ -254,8 +254,10 @@ def call_on_copies(
 ) -> tuple[Tensors, list[Any], list[Any], CopiesScope]:
     """Call the model on copies of its weights.
 
-    Returns the outputs, the losses that layers added, the regularizers' losses, and the scope.
-    Raises RequestError if the call assigns a trainable weight.
+    `copies` are used instead of the trainable weights. `states` are pairs of a non-trainable
+    variable and the value that the call reads. Returns the outputs, the losses that layers added,
+    the regularizers' losses, and the scope, which keeps the values that the call assigned to
+    variables. Raises RequestError if the call assigns a trainable weight.
     """
     with CopiesScope(model, copies, states) as scope:
         outputs, added, regularizers = call_in_scope(model, x, training)
@@ -411,7 +413,8 @@ def update_metrics(
 ) -> dict[str, Any]:
     """Update the model's metrics with the whole batch, and return the logs.
 
-    Raises RequestError if `compute_metrics` reads a tensor of a single pass.
+    `rows` is the batch's row count. Raises RequestError if `compute_metrics` reads a tensor that
+    was computed from the rows of a single pass.
     """
     model._loss_tracker.update_state(loss, sample_weight=rows)
     try:

@@ -74,9 +74,10 @@ UNITS = {
 def wrap_with_measurement(
     engine: Engine, plain: PlainSteps, training: bool, audited: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Wrap Keras' train or test function `run`, so that its first call begins with `measure_batch`.
+    """Wrap Keras' train or test function `run`, so that `measure_batch` runs before its first call.
 
-    Raises RequestError on the first call if the engine can't combine the losses of a batch's parts.
+    `training` and `audited` are arguments of `measure_batch`. Raises RequestError in the first call
+    if the engine can't combine the losses of a batch's parts.
     """
     is_first = True
 
@@ -97,9 +98,10 @@ def measure_batch(
 ) -> None:
     """Measure how results of a batch's parts have to be combined, and store it in the engine.
 
-    In a group, the process with the largest share measures for all, and every process has to call
-    this. Raises RequestError if the plan has passes, and the loss can't be weighted exactly in
-    passes.
+    `first` is the first batch. In a group, the process with the largest share measures for all, and
+    every process has to call this. If `audited` is True, the other processes trace Keras' own step
+    in the meantime, because their audits need it. Raises RequestError if the plan has passes, and
+    the loss can't be weighted exactly in passes.
     """
     # audits of the other processes need Keras' own step, so they trace it meanwhile
     model, group = engine.model, engine.group
@@ -134,10 +136,10 @@ def measure_batch(
 
 
 def _warn_of_joined_lookups(names: Sequence[str]) -> None:
-    """Warn about tables with several sparse lookups, which Adam would train differently.
+    """Warn about tables that several sparse lookups read, which Adam would train differently.
 
-    Several devices would then give Adam, or another optimizer that squares gradients, other slices
-    of the gradient than one device. `names` are the tables; the warning names the first.
+    With several devices, Adam and other optimizers that square gradients get other slices of the
+    gradient than with one device. `names` are the tables; the warning names the first.
     """
     if names:
         warn(
@@ -225,24 +227,25 @@ class Measured(NamedTuple):
         return [fitting[0] if fitting else OTHER for fitting in kinds]
 
     def _read_added(self, results: Sequence[StepResult]) -> list[tuple[float, ...]]:
-        """Return, for each loss that layers add, a tuple with its value in each run."""
+        """Return the values of each loss that layers add: a tuple with one value for each run."""
         calls = [result.call for result in results if result.call is not None]
         added = [split_losses(self.model, call.losses)[0] for call in calls]
         values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]
         return list(zip(*values, strict=True))
 
     def _replace_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, and the rows of each run.
+        """Return other values for variables that are 0, and each run's (x, y, weight).
 
-        A variable that is 0 may hide a loss, so the runs are repeated with these values. The values
-        are by the variables' keys, and the rows are unchanged.
+        A variable that is 0 may hide a loss, so the step is run again with these values. They are
+        in a dict by the variables' keys. The rows are the same as before.
         """
         return replace_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return noisy weights, and the rows of each run with negated inputs.
+        """Return noisy weights, and each run's (x, y, weight) with negated inputs.
 
-        The runs are repeated with them if a loss was still 0. The weights' values are by key.
+        The step is run again with these if a loss is 0 in all runs so far. The weights are in a
+        dict by the variables' keys, together with the values from `_replace_zeros`.
         """
         values, _ = self._replace_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
@@ -252,7 +255,10 @@ class Measured(NamedTuple):
         return values, [(tf.nest.map_structure(_negate, x), *others) for x, *others in self.every]
 
     def find_states(self) -> dict[int, str]:
-        """Return the rule for combining each non-trainable variable, by the variable's index."""
+        """Return the rules for combining the values of non-trainable variables, by index.
+
+        A rule says how a variable's values from the parts of a batch are combined.
+        """
         # a sum that decays looks like a plain sum while it is 0
         variables = self.model.non_trainable_variables
         keys = {
@@ -282,7 +288,11 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return the rule for combining each tensor in an attribute, by the tensor's name."""
+        """Return the rules for combining tensors that the model's call stores in attributes.
+
+        Each rule says how the tensor's values from the parts of a batch are combined, and is found
+        by the tensor's name. A tensor is left out if its shape depends on the number of rows.
+        """
         whole, *parts = [
             result.call.attributes for result in self.results if result.call is not None
         ]

@@ -195,7 +195,8 @@ class Workers:
     def begin_fit(self, callbacks: Any) -> list[Any]:
         """Return the callbacks that `fit` uses in this process.
 
-        After the first batch, the processes compare their data. Every process has to call this.
+        Also make the processes check after the first batch that they have the same data. Every
+        process has to call this.
         """
         self.unchecked = True
         self._forget_data()
@@ -292,8 +293,8 @@ class Workers:
     def check_data(self, epoch_ends: bool = False) -> None:
         """Raise RequestError in every process if the processes have different batches.
 
-        With `epoch_ends`, inputs are compared too if the epoch's labels were too uniform to show a
-        difference.
+        Labels are compared, or inputs if there are none. With `epoch_ends`, inputs are compared too
+        if the epoch's labels were too uniform to show a difference.
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):
@@ -667,7 +668,7 @@ def _list_tensors(outputs: Tensors) -> list[Any]:
 def _restore_structure(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
     """Return gathered tensors and masks in the structure of `outputs`.
 
-    `leaves` has them in the order of `_list_tensors`.
+    `leaves` is a flat list: first the tensors, then the masks of those that have one.
     """
     left = iter(leaves)
     own = keras.tree.flatten(outputs)

@@ -1,4 +1,4 @@
-"""Runs a user's own `train_step`, whose `super().train_step` is the engine's step."""
+"""Runs a user's own `train_step`, in which `super().train_step` runs the engine's step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _inner: ContextVar[Step] = ContextVar("_inner")  # the step that super().train_s
 
 
 class _EngineStep(keras.Model):  # type: ignore[misc]
-    """Base class whose `train_step` is the engine's.
+    """Base class whose `train_step` runs a step of evener's engine.
 
-    It comes right after the user's class in the order of inheritance, so `super().train_step` finds
-    it.
+    In the method resolution order, it follows the user's classes and precedes `keras.Model`, so
+    `super().train_step` finds it.
     """
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
@@ -28,7 +28,7 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
 
 
 def _make_view(model: Any) -> Any:
-    """Return an object with the model's attributes, whose `super().train_step` is the engine's.
+    """Return an object with the model's attributes, in which `super().train_step` runs the engine.
 
     The user's `train_step` runs on this object. Attributes that it sets are also set on the model.
     """
@@ -41,7 +41,7 @@ def _make_view(model: Any) -> Any:
 
 
 class OwnTrainStep:
-    """Runs the user's `train_step`, in which `super().train_step` calls the engine's step."""
+    """Runs the user's `train_step`, in which `super().train_step` runs the engine's step."""
 
     def __init__(self, model: Any, step: Step) -> None:
         self._model = model

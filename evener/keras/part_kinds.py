@@ -63,8 +63,8 @@ def weigh_part(kind: str, part: Any) -> Any:
 def list_mean_losses(model: Any, kinds: PartKinds) -> list[Any]:
     """Return the metrics that track the loss of a single output and are averaged over the parts.
 
-    If a loss has a value for each row, its metric is left out: it counts rows, as the model's other
-    metrics do.
+    If a loss has a value for each row, its metric is left out. Such a metric counts rows, as the
+    model's other metrics do.
     """
     metrics = model._compile_loss.metrics if model._compile_loss else []
     return [metric for place, metric in enumerate(metrics) if place not in kinds.valued]

@@ -38,7 +38,7 @@ SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices dr
 class StateUpdate(NamedTuple):
     """A variable's value after a part of the batch, and the rule for combining it with other parts.
 
-    The rule is `kind`:
+    `kind` is the rule:
 
     - CHAINED: the last part's value counts.
     - ADDED: the values are increments, which are added to the variable.
@@ -185,11 +185,12 @@ def weigh_change(update: StateUpdate, start: Any, part: Any) -> Any:
 
 
 def find_state_kinds(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return for each non-trainable variable, by `id()`, the rule for combining the parts' values.
+    """Return the rules for combining variables' values from the parts, by the variables' `id()`.
 
-    Variables that were measured have their rule in `found`. Of the others, floats are averaged by
-    rows, and all else is assumed to be the same on all devices. A random seed takes the last
-    device's value; within `draws_alike`, it is the same on all devices.
+    All non-trainable variables are included. If a variable was measured, its rule is in `found`. Of
+    the others, floats are averaged by rows, and all else is assumed to be the same on all devices.
+    A random seed takes the last device's value; within `draws_alike`, it is the same on all
+    devices.
     """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):

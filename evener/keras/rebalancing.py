@@ -105,7 +105,8 @@ class WorkTimes:
     def store(self, rows: Any, own_works: Any, met_s: Any) -> None:
         """Store a step's row count, the work times of all processes, and this one's waiting time.
 
-        All times are in seconds.
+        `met_s` is the waiting time: from this process's last gradient until it has all sums. All
+        times are in seconds.
         """
         with tf.device(HOST):
             own = tf.stack([tf.cast(rows, tf.float64), met_s])

@@ -25,10 +25,9 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
 
     In a group of processes, the first one reports for all.
 
-    - `split`: the Split that built the model.
-    - `rows`: rows of a step, for a model without a split. With a split, the data set shows how many
-      rows a step has. If it doesn't, the global batch is used; if that is unknown too, nothing is
-      reported.
+    - `split`: the Split that built the model. The rows of a step are then taken from the data set
+      or, if it doesn't show them, from the global batch. If both are unknown, nothing is reported.
+    - `rows`: rows of a step, for a model without a split.
     - `log`: add the metrics to the logs at the end of each epoch. Callbacks that read them, such as
       TensorBoard's, must come later in the list.
 
@@ -84,7 +83,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._reporter.close()
 
     def _is_another_rank(self) -> bool:
-        """Return whether another process of the group, the first one, reports for this process."""
+        """Return whether the first process of the group reports for this one."""
         split = self._split
         return split is not None and split.group is not None and split.group.rank > 0
 

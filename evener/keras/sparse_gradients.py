@@ -39,7 +39,7 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """Return whether a sparse gradient joins several lookups, including one without repeats.
+    """Return whether a sparse gradient comes from several lookups, at least one without repeats.
 
     A lookup without repeats reads each table row only once.
     """
@@ -192,7 +192,7 @@ class SharedSlices:
     def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
         """Return the gradients with the slices of all processes.
 
-        `sums` has each tensor in `own`, summed over all processes.
+        `sums` has the tensors of the attribute `own`, summed over all processes.
         """
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [
