@@ -103,8 +103,8 @@ class StepTiming(msgspec.Struct, frozen=True):
 class BlockTimer:
     """Decides how many steps a probe times next, and when it has timed enough.
 
-    The caller asks `next_steps`, times as many steps, passes the result to `add`, and repeats this
-    until `next_steps` returns 0.
+    The caller calls `next_steps`, times that many steps, and passes the result to `add`. It repeats
+    this until `next_steps` returns 0.
 
     - `seconds`: the longest time to measure, without warm-up.
     - `whole`: measure for all of this time, even if the result is precise earlier.
@@ -425,7 +425,8 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
     """Return the relative change of step times from the first to the second half of a probe.
 
-    Also returns whether the change is large enough to be reported.
+    `means` are the mean step times of its blocks. Also returns whether the change is large enough
+    to be reported.
     """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False

@@ -77,7 +77,7 @@ _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc
 class ChildProber:
     """Measures probes on the devices of a job by training in real processes.
 
-    - `start_seconds`: where the search's clock starts, above 0 for a resumed run.
+    - `start_seconds`: initial time of the search's clock; above 0 for a resumed run.
     - `error_file`: tracebacks and output of failed probe processes are appended to this file.
     - `link`: the speed of the link between the devices, if an earlier run has measured it.
     """
@@ -617,7 +617,7 @@ def make_prober(
 ) -> Prober:
     """Return the prober for a job: a simulated one if its devices are simulated, else a real one.
 
-    - `start_seconds`: where the prober's clock starts, above 0 for a resumed run.
+    - `start_seconds`: initial time of the prober's clock; above 0 for a resumed run.
     - `error_file`: tracebacks of failed processes are appended to this file.
     - `end_seconds`: the time on that clock at which a simulated prober stops.
     - `link`: the speed of the link between the devices, if an earlier run has saved it.

@@ -106,11 +106,10 @@ class Child(RunningChild):
 
         Raises OSError if the request can't be sent.
 
-        - `cap_bytes`: the process's memory limit, used to recognize exits for lack of
-          memory.
-        - `build_channel`: a file descriptor for the process. Once it has built the user's
-          workload, it forks a copy of itself, which listens there and forks later probe
-          processes with the workload in memory.
+        - `cap_bytes`: the process's memory limit, used to recognize exits for lack of memory.
+        - `build_channel`: a file descriptor to pass to the process; None for none. Once the process
+          has built the user's workload, it may fork a copy of itself. The copy receives requests on
+          this descriptor, and forks later probe processes that have the workload in memory.
         """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs

@@ -5,8 +5,9 @@ Four things rule out a fork:
 - Threads other than the one that forks, because they don't exist in the copy. Some libraries, such
   as OpenBLAS, end their threads before each fork and start them again when needed. Such threads
   don't matter. A trial fork shows which threads remain.
-- Open files, because both processes would share the position in them. Files of a driver may be open
-  because of its management library, such as NVML. A trial then starts the driver in a fork.
+- Open files, because both processes would share the position in them. Open files of a driver don't
+  count: they may only be open because of its management library, such as NVML. A trial fork then
+  shows whether the driver can still be started in a copy.
 - A device's driver that has started, because it doesn't survive a fork.
 - A build that reads anything about its rank, because each copy would have the same result.
 """
@@ -94,7 +95,8 @@ class BuildWatch:
     def noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
         """Wrap a function that returns something about the rank, so that its use is recorded.
 
-        Only calls from the user's code are recorded. `what` names the function in the message.
+        Only calls from the user's code are recorded. `what` is a name for the returned information,
+        for messages.
         """
 
         def ask(*arguments: Any, **keywords: Any) -> Any:
@@ -106,7 +108,7 @@ class BuildWatch:
     def note(self, what: str) -> None:
         """Record that the user's code has asked for something that differs between ranks.
 
-        `what` names it in the message. Calls that don't come from the user's code are ignored.
+        `what` is its name, for messages. Calls that don't come from the user's code are ignored.
         """
         frame = sys._getframe(1)
         for _ in range(FRAMES):

@@ -66,7 +66,10 @@ class LocalHost:
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method by its name, in the same way as on a remote host."""
+        """Call the method with this name.
+
+        `RemoteHost.ask` does the same on another host.
+        """
         return attrgetter(method)(self)(*arguments)
 
     def wait_for_drivers(
@@ -111,11 +114,11 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
-        """Return a fork server that can start a process with this environment.
+        """Return a fork server that can start a process with this environment, and a descriptor.
 
-        The second value is a file descriptor to pass to the process, or None. Over this descriptor,
-        the process offers a copy of itself that has the built workload. It is None if no such copy
-        is needed.
+        The descriptor is to be passed to the process. Once the process has built the workload, it
+        may leave a copy of itself that forks further processes, and that is reached over this
+        descriptor. The descriptor is None if no such copy is needed.
         """
         # a server has already imported the framework, so it suits only children with the same
         # values of all variables that affect the import
@@ -329,8 +332,8 @@ class RemoteHost:
     def _recover(self, generation: int) -> bool:
         """Restart the HostService after it has died; its probe processes count as killed.
 
-        `generation` is how often it had been restarted when the failed call began. Returns False if
-        it can't be restarted.
+        `generation` is the number of restarts before the call that failed. Returns False if the
+        service can't be restarted.
         """
         if self._closed.is_set() or not self.service.restart(generation):
             return False

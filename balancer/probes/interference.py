@@ -371,10 +371,10 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """Return how many of a device's used bytes may belong to the driver itself.
+    """Return how many bytes of a device's memory in use may belong to the driver itself.
 
-    If fewer bytes are in use, this doesn't show that another program holds memory. `memory_bytes`
-    is the device's total memory.
+    Use below this number doesn't show that another program holds memory. `memory_bytes` is the
+    device's total memory.
     """
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 
@@ -398,8 +398,8 @@ def _others_bytes(vitals: Vitals, probe_pids: Collection[int], is_unused: bool) 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
     """Return the fraction of time in which a device was throttled between two driver readings.
 
-    `counter` is the reading's field with the seconds of one cause, such as "capped_seconds".
-    Returns 0 if it is unknown.
+    `counter` names the field of the readings that counts the throttled seconds of one cause, such
+    as "capped_seconds". Returns 0 if the fraction is unknown.
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0

@@ -47,8 +47,9 @@ def choose_engine(job: Job, group_key: Layout) -> str:
 def choose_group_engine(job: Job, devices: Sequence[Device]) -> str:
     """Return the engine that synchronizes training on these devices.
 
-    PyTorch has "ddp". TensorFlow has "towers" for GPUs of one host without limits, else
-    "multiworker", unless the request names one.
+    For PyTorch, it is "ddp". For TensorFlow, it is the engine that the request names. If the
+    request leaves the choice open, it is "towers" for GPUs of a single host that have no limits,
+    else "multiworker".
     """
     engine = job.request.engine
     if job.framework == "torch":
@@ -106,8 +107,8 @@ def build_commands(
 ) -> list[Build]:
     """Return the commands that make each rank of a layout build the user's workload.
 
-    `peers` has the address or the file at which each rank meets the others; empty if the ranks
-    train independently.
+    `assigned` lists the devices of each rank. `peers` has the address or the file at which each
+    rank meets the others; empty if the ranks train independently.
     """
     request = job.request
     grouped = bool(peers)
@@ -237,7 +238,7 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 class MemoryBudget:
     """Estimates whether idle probe processes leave enough memory for the next probes.
 
-    `available_bytes` returns the free memory of the host with the least free memory.
+    `available_bytes` is called for the free memory of the host that has the least.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:

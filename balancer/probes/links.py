@@ -2,8 +2,8 @@
 
 Each pair of devices is measured, and all devices together. They are first measured over the
 driver's default transport, and then with some of NCCL's transports disabled. Variables of the
-user's environment that disable transports are ignored in these measurements. If they amount to yet
-another combination of transports, that one is measured too.
+user's environment that disable transports are ignored in these measurements. If they select a
+combination of transports that isn't among the measured ones, it is measured too.
 
 Each rank has its own process, and each reply has a deadline. If an all-reduce hangs, its devices
 are reported and the other links are still measured. An all-reduce may hang or give wrong sums over

@@ -96,7 +96,10 @@ class ProgressReporter:
         self.repeat()
 
     def stop(self, stack: Stack, note: str) -> None:
-        """Report the line of the user's code that was running when the probe was stopped."""
+        """Report that the probe was stopped, and at which line of the user's code.
+
+        `stack` has this line, and `note` is appended to it.
+        """
         at = time.monotonic()
         phase = stack.step if self.phase == "building" else self.phase
         seconds, where = at - self._entered, f"{stack.where}{note}" if stack.where else ""

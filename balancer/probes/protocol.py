@@ -57,7 +57,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Command: set the shares and passes of a layout, and run the first step.
 
     - `shares`: how many rows each device of the layout computes per step.
-    - `micro`: the most rows per pass of each share; empty means one pass each.
+    - `micro`: the most rows that each device computes in a pass; empty means one pass for the whole
+      share.
     - `costs`: if given, rows are assigned by the cost of their length, in passes of at most
       `tokens` padded tokens.
     - `length`: if above 0, all rows have this length.
@@ -252,8 +253,8 @@ def parse_reply(text: bytes) -> Reply | InvalidReply:
 class Stack(msgspec.Struct, frozen=True):
     """Stack of a probe process's main thread, to explain a timeout or a slow start.
 
-    `step` is where the stack is: "importing" in an import statement, "loading" in the user's file,
-    "building" in the user's function, else "preparing".
+    `step` says what the process is doing: "importing" in an import statement, "loading" in the
+    user's file, "building" in the user's function, else "preparing".
     """
 
     step: Step

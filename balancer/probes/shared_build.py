@@ -106,7 +106,10 @@ class BuildChannel:
         return ""
 
     def _serve(self, shared: SharedRecipe) -> None:
-        """Run in the copy: fork a process for each request, until the channel is closed."""
+        """Serve requests in the copy of this process: fork a process for each.
+
+        When the channel is closed, the copy exits. So this function never returns.
+        """
         try:
             os.setsid()  # killing the child's process group then doesn't kill the copy
             _close_all_but(self._socket.fileno())

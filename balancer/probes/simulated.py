@@ -35,7 +35,7 @@ class SimulatedProber:
 
     - `seed`: the same seed gives the same noise.
     - `pace`: real seconds to wait for each simulated second; 0 means no waiting.
-    - `start_seconds`: where the simulated clock starts, above 0 for a resumed run.
+    - `start_seconds`: initial time of the simulated clock; above 0 for a resumed run.
     - `end_seconds`: the simulated time at which probes stop.
     """
 

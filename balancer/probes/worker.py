@@ -71,11 +71,11 @@ def main() -> None:
 def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
     """Run a probe process: execute commands from standard input until the input ends.
 
-    The process also ends after a command that failed without recovering.
+    It also ends when a command fails, unless it recovers from the failure.
 
     - `parent`: the process id of the fork server; this process is killed when the server exits.
-    - `channel`: file descriptor for requests to fork copies of this process, which share the
-      workload that it builds; NO_CHANNEL for none.
+    - `channel`: file descriptor of a socket for requests to fork more processes. A copy of this
+      process, which has the built workload in memory, answers them. NO_CHANNEL if there is none.
     - `shared`: the workload that was built before this process was forked, if any.
     """
     _end_with_parent(parent)

@@ -11,7 +11,7 @@ Rules:
 
 Theory: a synchronous step of a set A of devices takes
 
-    T = max over i in A of t_i(b_i) + c_k,    k = |A|,    throughput = sum of b_i / T
+    T = (max over i in A of t_i(b_i)) + c_k,    k = |A|,    throughput = (sum of b_i) / T
 
 where t_i is the compute time (own work) of device i for its share b_i, and c_k is the time of
 gradient exchange that isn't hidden behind computation. A share fits if the memory that it needs,
@@ -24,20 +24,21 @@ Stages:
 1. `solo_stage`: every device runs alone, all at the same time, with two small batches. This gives
    each t_i, and the m0_i and m1_i of its memory use. The next batches to measure are those of the
    layout with the highest upper bound on its throughput, which is the fastest one if each t_i is as
-   low as its points allow (`model/lower_bound`). This is repeated as long as half of the gain that
-   these batches promise is worth their time. A device that would keep the others waiting for little
-   gain is left out of a round (one probe on each device). Devices whose times differ by no more
-   than noise share one curve, and so get equal shares. If times rise repeatedly by the same jump,
-   the curve is piecewise constant (`model/step_time`), and the best batches are the last ones
-   before a jump.
+   low as its points allow (`model/lower_bound`). About half of the gain that this layout promises
+   turns out to be real; rounds (one probe on each device) continue while that half is worth their
+   time. A device that would keep the others waiting for little gain is left out of a round. Devices
+   whose times differ by no more than noise share one curve, and so get equal shares. If times rise
+   repeatedly by the same jump, the curve is piecewise constant (`model/step_time`), and the best
+   batches are the last ones before a jump.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k, and one
    more point of each device's curve under contention. Prediction and measurement are repeated until
    nothing new is predicted. For a number of devices that was never measured, c_k is assumed low, so
-   that using fewer devices gets tried; for more devices than any split had, c_k is at least what a
-   known link takes (`model/link_time`). If the user set no batch, the smallest split predicted to
-   be within the tolerance of the fastest (`smallest_fast_enough`) is raced. A device that may be
-   faster alone than every split is measured while the others are idle (stage `rest`); for a fixed
-   batch, this may happen before the first split.
+   that using fewer devices gets tried; for more devices than any split had, c_k is at least the
+   exchange time that follows from the speed of the link, if that is known (`model/link_time`). If
+   the user set no batch, the smallest split predicted to be within the tolerance of the fastest
+   (`smallest_fast_enough`) is raced. A device that may be faster alone than every split is measured
+   while the others are idle (stage `rest`); for a fixed batch, this may happen before the first
+   split.
 3. `race`: every requested family (`balancer/families`) names its candidates, and all are measured
    in turns. They are compared within each turn, so that drift of the machine's speed between turns
    cancels (`ranking`). The best single device always takes part. The number of jobs in a pack grows
@@ -62,11 +63,11 @@ and `texts` chooses what to race on it.
 
 The choice: `balance` requests solo, even and split layouts, and `compare` requests all families;
 they don't differ otherwise. If the user set no batch, the smallest batch within the tolerance of
-the fastest is chosen. For an objective that trades speed, the layout with its best value is chosen,
-among layouts at most `max_slowdown` slower than the fastest. Otherwise, it is the fastest layout,
-in whichever stage it was measured. A simpler layout is preferred if it differs by less than 1 %, or
-by less than the tolerance if that is smaller. If packs, placements or knobs ran, only layouts of
-the race may be chosen.
+the fastest is chosen. For an objective that trades speed for something else, such as energy, the
+layout with the best value of the objective is chosen, among layouts at most `max_slowdown` slower
+than the fastest. Otherwise, it is the fastest layout, in whichever stage it was measured. A simpler
+layout is preferred if it differs by less than 1 %, or by less than the tolerance if that is
+smaller. If packs, placements or knobs ran, only layouts of the race may be chosen.
 
 Each module depends only on the ones before it in this list:
 

@@ -287,10 +287,10 @@ class Budget:
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return how long the next probe warms up, if only single steps of the layout were timed.
+        """Return the warm-up seconds of a layout that was only timed in probes of a single step.
 
-        Probes of a single step have no warm-up, so the overhead measured by them doesn't include
-        it. 0 if the layout never ran, or if several steps were timed.
+        Such probes have no warm-up, so their measured overhead doesn't include it. 0 if the layout
+        never ran, or if several steps were timed.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.is_single_step for one in own):

@@ -137,7 +137,7 @@ class DeviceModel:
     def certain_rows(self) -> int:
         """The most rows of one pass that are sure to fit in memory.
 
-        They ran, or they are slightly more than the rows that ran with plenty of memory left.
+        A pass of this many rows has run, or one of slightly fewer rows that left plenty of memory.
         """
         return self.memory.largest_safe(self.requested_rows, self.quantum)
 

@@ -239,7 +239,7 @@ class Evaluation:
 
     @cached_property
     def budget(self) -> Budget:
-        """The plan of this search's time, which says what each probe may cost."""
+        """The plan of this search's time: how long each probe may take, and which ones fit."""
         return Budget(self.problem, self.options, self._seen, self.machine)
 
     @cached_property
@@ -480,9 +480,10 @@ class Evaluation:
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """Layouts with the next larger number of jobs on a device, if more jobs may be faster.
+        """Layouts with the next larger number of jobs on a device, where more jobs may be faster.
 
-        There is one for each way to share a device if the largest number so far is the fastest.
+        That is the case if the largest number of jobs so far is the fastest. There is at most one
+        layout for each way to share a device.
         """
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
@@ -490,7 +491,11 @@ class Evaluation:
 
     @property
     def _enough_seconds(self) -> float:
-        """A budget, in seconds, that would probably suffice for everything that wasn't measured."""
+        """The total budget, in seconds, that would probably suffice for all missing measurements.
+
+        These are the first step over several devices, the unmeasured layouts of the final
+        comparison, and larger numbers of jobs on a device if they may be faster.
+        """
         budget = self.budget
         live = self.model.live
         missing = [one.layout for one in self.race.unmeasured]

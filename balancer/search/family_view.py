@@ -78,7 +78,8 @@ class FamilyView:
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
         """The searches for the best number of jobs on one device, one for each way to share it.
 
-        Empty if no such layout is wanted, or if no device runs its batch in one pass.
+        Empty if no layouts with several jobs on a device were requested, if no device can compute
+        its batch in one pass, or if rows differ in length.
         """
         if not any(family.traits.side_by_side for family in self.options.wanted):
             return ()

@@ -87,7 +87,7 @@ def fit_sync_costs(samples: Sequence[SyncSample], largest: int) -> tuple[float, 
 def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
     """Return the weighted mean of the samples' seconds; 0 without samples.
 
-    Each sample is a tuple of the number of other devices, the seconds and the weight.
+    Each sample is a tuple (number of other devices, seconds, weight). The first item isn't used.
     """
     weights = math.fsum(weight for _, _, weight in samples)
     if not weights:
@@ -166,7 +166,10 @@ class MachineModel:
         return (costs[0], tuple(within))
 
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
-        """Estimate from the link's speed how many seconds of exchange computation doesn't hide."""
+        """Estimate how much of the exchange time computation can't hide, in seconds.
+
+        The exchange time follows from the speed of the link. `ranks` is the number of devices.
+        """
         batch = self.problem.global_batch
         # what is left of the exchange on the device that hides most of it behind its computation
         left = []
@@ -185,7 +188,10 @@ class MachineModel:
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """Exchange seconds of the measured split with the most devices; None if no split ran."""
+        """Exchange time, in seconds, of the measured split with the most devices.
+
+        None if no split ran.
+        """
         layouts = [split.probe.layout for split in self.splits]
         if not layouts:
             return None

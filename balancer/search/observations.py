@@ -1,8 +1,8 @@
 """Store what the probes of a search observed, and find it by device, layout or stage.
 
 Equal sets of observations give equal answers, whatever their order. Until a winner has been
-measured again, the models of the devices use only measurements from before the final comparison
-(stages solo, rest and split). So the comparison can't change which layouts it compares. Time spent,
+measured again, the models of the devices only use the stages that come before the final comparison:
+solo, rest and split. This keeps the comparison from changing its own candidates. Time spent,
 failures and the memory of other processes count in all stages.
 """
 
@@ -262,7 +262,10 @@ class Observations:
         return all(self.leaves_room(i, one) for one in ran for i in layout.active)
 
     def leaves_room(self, position: int, timed: Timed) -> bool:
-        """Whether a step's peak memory on a device fits next to what other processes hold now."""
+        """Whether a measured step still fits in a device's memory.
+
+        This compares its peak memory with what other processes leave free now.
+        """
         _, others_bytes = self._others_bytes[position]
         if not others_bytes:
             return True

@@ -56,11 +56,11 @@ class Packing:
         return pack_on(self._single, size, self._mode, self._batch_for(size))
 
     def best_layout(self) -> Layout | None:
-        """Return the layout with the best measured number of jobs.
+        """Return the layout whose number of jobs was the best in the measurements.
 
-        A larger number is best only if its total samples/s are higher by at least 5 %, or by the
-        tolerance if that is larger. If no number has run yet, this is the next layout to measure,
-        or None.
+        More jobs count as better only if their total samples/s are higher by at least 5 %, or by
+        the tolerance if that is larger. If no layout with several jobs has run yet, return the next
+        one to measure, or None.
         """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))
@@ -96,7 +96,7 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """Total samples/s of all jobs, by number of jobs; 0 for a number that failed."""
+        """Total samples/s by number of jobs; 0 if that many jobs failed to run."""
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]

@@ -78,16 +78,19 @@ class Predictions:
         return False
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
-        """Return the fastest allocation to several of these devices, or None."""
+        """Return the fastest allocation that uses at least two of these devices.
+
+        None if there is no such allocation.
+        """
         return self._fastest_split_over(
             [device for device in self.machine.split_curves if device.position in positions]
         )
 
     def split_within(self, seconds: float) -> Allocation | None:
-        """Return the fastest allocation to several devices in which no device computes too long.
+        """Return the fastest allocation to several devices that all compute at most `seconds`.
 
-        `seconds` is the longest compute time allowed, without gradient exchange. None if no
-        allocation is that fast, or if a global batch was requested.
+        Gradient exchange doesn't count. None if no allocation is that fast, or if a global batch
+        was requested.
         """
         if self.problem.global_batch is not None:
             return None
@@ -111,9 +114,9 @@ class Predictions:
     def _fastest_split_over(
         self, devices: Sequence[DeviceCurve], global_batch: int | None = None
     ) -> Allocation | None:
-        """Return the fastest allocation to several of these devices, or None.
+        """Return the fastest allocation that uses at least two of these devices.
 
-        `global_batch` replaces the requested global batch.
+        `global_batch` replaces the requested global batch. None if there is no such allocation.
         """
         batch = global_batch or self.problem.global_batch
         limit = self.problem.max_global_batch

@@ -127,7 +127,8 @@ def choose_winner(
 ) -> Candidate:
     """Return the layout to use for training.
 
-    - For an objective such as energy, it is the layout with the best value that isn't too slow.
+    - For an objective such as energy, it is the layout with the best value of the objective, among
+      those that aren't too slow.
     - If the global batch is free, it is the layout with the smallest batch within the tolerance of
       the fastest.
     - Otherwise, it is the simplest layout that is practically as fast as the fastest.
@@ -214,9 +215,10 @@ def undecided(
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
-    """Return how much faster `one` is than `other`, by the rounds in which both were measured.
+    """Return how much faster `one` is than `other`.
 
-    If there is no such round, all their measurements are compared.
+    Only rounds in which both were measured are compared. If there are none, all measurements are
+    used.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
@@ -248,8 +250,7 @@ def throughput(turns: Turns) -> Interval:
 def _pooled_deviation(assumed_variance: float, values: Sequence[float]) -> float:
     """Return the standard deviation of a few values, pooled with an assumed variance.
 
-    The assumed variance is the usual one. It keeps the result from being too small if the few
-    values agree by chance.
+    Without the assumed variance, the result would be too small if the few values agree by chance.
     """
     mean = fmean(values)
     spread = math.fsum((value - mean) ** 2 for value in values)

@@ -188,9 +188,10 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of two or more devices, but not all, that may be the most efficient.
+        """Yield sets of devices that may be the most efficient.
 
-        `costs` has each device's cost while it trains and while it is idle.
+        A set has at least two of the usable devices, but not all of them. `costs` has each device's
+        cost while it trains and while it is idle.
         """
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
@@ -288,11 +289,11 @@ class RowPolicy:
     def _smallest_within(
         self, turns: dict[Layout, Turns], leader: Turns, largest_batch: int
     ) -> Layout | None:
-        """Return the measured layout with the smallest batch within the tolerance, or None.
+        """Return the measured layout with the smallest batch that is fast enough, or None.
 
-        The tolerance is relative to the samples/s of `leader`. Batches above `largest_batch` count
-        only if they were measured again after being chosen, because one of many batches may seem
-        fast enough by chance.
+        It may be slower than the fastest layout, whose measurements are `leader`, by at most the
+        tolerance. Batches above `largest_batch` count only if they were measured again after being
+        chosen, because one of many batches may seem fast enough by chance.
         """
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
@@ -303,9 +304,10 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _nearest_raced(self, layout: Layout, measured: Iterable[Layout]) -> Layout:
-        """Return a measured layout with nearly the same shares; the layout itself if there is none.
+        """Return a measured layout with nearly the same shares, to be compared instead of `layout`.
 
-        If there is one, measuring the layout itself would show nothing new.
+        Measuring `layout` itself would show nothing new. If no measured layout is that close,
+        `layout` is returned.
         """
         near = [one for one in measured if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch

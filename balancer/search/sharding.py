@@ -101,7 +101,7 @@ class StateDivision(msgspec.Struct, frozen=True):
     - `in_passes`: whether memory is left for gradients, which are kept between
       gradient-accumulation passes.
     - `limits`: usable bytes of each device; None where unknown.
-    - `rows`: the micro-batch of each device for which the division leaves memory.
+    - `rows`: the micro-batch of each device. The division leaves enough memory for it.
     """
 
     parts: tuple[float, ...]
@@ -111,7 +111,7 @@ class StateDivision(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A sharded layout and its predicted step time in seconds, without the time for gathering."""
+    """A sharded layout and its predicted step time in seconds, without the time to gather units."""
 
     layout: Layout
     seconds: float
@@ -353,7 +353,11 @@ class Sharding:
         return max(found, key=lambda one: one.rate(), default=None)
 
     def _sets_without_rows(self) -> list[frozenset[int]]:
-        """Return sets of devices to try without rows: the slowest and the smallest ones."""
+        """Return sets of devices that might only hold state, without computing rows.
+
+        For each number of devices, these are the slowest ones, and the ones with the least memory.
+        At least one device is always left to compute.
+        """
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))
         smallest = sorted(positions, key=lambda i: self._limits[i])
@@ -391,10 +395,9 @@ class Sharding:
         return everywhere is None or proposal.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _is_far_slower(self, layout: Layout) -> bool:
-        """Whether a layout is predicted to have less than half the measured speed of another.
+        """Whether a layout is predicted to be less than half as fast as another that was measured.
 
-        The other one is the fastest measured layout in which some devices hold state but compute
-        nothing.
+        The other one is the fastest of those in which some devices hold state but compute nothing.
         """
         rates = [one.samples_per_second for one in self._never_out_of_memory(self._held)]
         if not rates or not layout.traits.together:
@@ -523,7 +526,7 @@ def _subtract_bytes(
 
 
 def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
-    """Return the fixed seconds of a pass, and its seconds per row."""
+    """Fit the time of a pass; return its fixed seconds, and the seconds per row."""
     points = sorted(device.alone, key=lambda point: point.batch)
     first, last = points[0], points[-1]
     proportion = last.seconds / last.batch

@@ -154,7 +154,8 @@ class SoloStage:
     def _promising_round(self) -> tuple[Probe, ...]:
         """Return probes of the batches in the most promising layout.
 
-        If they aren't worth their time, a cheap round may be returned instead.
+        If they aren't worth their time, short probes of other batches are returned instead, if
+        there are any.
         """
         wanted = self._most_promising
         if wanted is None:
@@ -215,9 +216,11 @@ class SoloStage:
         return self._round(self._add_other_devices(wanted), self._turn)
 
     def _gap_at_best(self, device: DeviceModel) -> int:
-        """Return an unmeasured batch near the fastest one, which may be even faster.
+        """Return an unmeasured batch close to the fastest one, because it may be even faster.
 
-        0 if the measured batches next to it are close enough, or too noisy.
+        0 if the measured batches on both sides of the fastest one are close to it, if the
+        measurements are too noisy, or if a requested global batch can't be computed in several
+        passes.
         """
         undivided = self._problem.global_batch is not None and not device.pass_rows
         if device.solo_curve is None or device.solo_curve.error > TIE or undivided:

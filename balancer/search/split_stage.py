@@ -54,7 +54,9 @@ class SplitStage:
         found = self._make_probe(wanted or self._next_single())
         if found or wanted is None or self._machine.splits:
             return found
-        return self._make_probe(self._predictions.split_within(self._longest_first_step(wanted)))
+        return self._make_probe(
+            self._predictions.split_within(self._longest_measurable_step(wanted))
+        )
 
     def _least_seconds(self, allocation: Allocation) -> float:
         return self._budget.least_seconds(self._predictions.layout(allocation), allocation.seconds)
@@ -141,7 +143,7 @@ class SplitStage:
         return allocation.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _probe_first_single(self) -> Probe | None:
-        """Return a probe of the fastest single device to run before the first split, or None.
+        """Return the probe of the fastest single device that runs before the first split, or None.
 
         It is used for a requested global batch, because a short search could end with nothing but a
         split that is slower than a single device.
@@ -164,10 +166,11 @@ class SplitStage:
             return self._make_probe(single)
         return None
 
-    def _longest_first_step(self, fastest_split: Allocation) -> float:
-        """Return the longest step, in seconds, that leaves enough time to measure it.
+    def _longest_measurable_step(self, fastest_split: Allocation) -> float:
+        """Return the longest step time, in seconds, that can be measured in the remaining budget.
 
-        It limits the first split if there is no time to measure `fastest_split`.
+        Used if the steps of `fastest_split` take too long to be measured. The first split is then
+        chosen among those with shorter steps.
         """
         layout = self._predictions.layout(fastest_split)
         least = self._budget.least_seconds(layout, fastest_split.seconds, STEPS_TO_TIME_ONE)

@@ -77,9 +77,10 @@ class StartTimes:
 
     @cached_property
     def _by_children(self) -> dict[Layout, list[float]]:
-        """The measured start times in seconds, by the set of processes that a layout needs.
+        """The measured start times in seconds, by `Layout.group_key`.
 
-        0 for a probe whose processes were running already.
+        Layouts with equal keys use the same processes. 0 for a probe whose processes were running
+        already.
         """
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
@@ -88,7 +89,11 @@ class StartTimes:
 
     @cached_property
     def _recovered(self) -> set[Layout]:
-        """The sets of processes that have always kept running after they ran out of memory."""
+        """The processes that kept running every time they ran out of memory, by group key.
+
+        A group key (`Layout.group_key`) is a layout without its sizes. Layouts with equal keys use
+        the same processes.
+        """
         seen = [one for one in self._seen.in_stage(*STAGES) if isinstance(one, OutOfMemory)]
         return {
             one.probe.layout.group_key for one in seen if one.goes_on
@@ -96,7 +101,7 @@ class StartTimes:
 
     @cached_property
     def _exit_counts(self) -> defaultdict[Layout, int]:
-        """How often each set of processes exited because it ran out of memory."""
+        """How often processes exited because they ran out of memory, by `Layout.group_key`."""
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
             if isinstance(seen, OutOfMemory) and not seen.goes_on:
@@ -114,7 +119,7 @@ class StartTimes:
     def _pack_seconds(self, processes: int) -> float | None:
         """Return how many seconds several jobs on one device are expected to take to start.
 
-        Extrapolated from other numbers of jobs. None if several jobs were never started.
+        This is extrapolated from other numbers of jobs. None if several jobs were never started.
         """
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:

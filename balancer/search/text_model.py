@@ -36,7 +36,7 @@ class StepCost(msgspec.Struct, frozen=True):
     cost: Cost
 
     def seconds(self, work: Work) -> float:
-        """Return the predicted seconds of a step that computes this work."""
+        """Return the predicted time, in seconds, of a step that does this work."""
         return self.step_s + self.cost.seconds_for(work)
 
     def slowed(self, factor: float) -> StepCost:
@@ -145,7 +145,10 @@ class TextModel(MachineModel):
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
-        """Return the seconds of each measured pass with rows of one length, by its token count."""
+        """Return the measured seconds of steps with a single pass of rows of one length.
+
+        The keys are the numbers of tokens in the pass.
+        """
         found = {}
         for seen in self.tried_alone(position):
             layout = seen.probe.layout
@@ -162,9 +165,10 @@ class TextModel(MachineModel):
 
     @cached_property
     def costs_alone(self) -> tuple[StepCost | None, ...]:
-        """The cost of a step on each device alone; None where it is unknown.
+        """The cost of a step on each device when it trains by itself; None where it is unknown.
 
-        Other devices may compute at the same time, each in its own process.
+        The device then shares its batch with no other. Other devices may be running steps of their
+        own at the same time.
         """
         found: dict[int, StepCost | None] = {}
         for group in group_by(self.live, self._same_speed):

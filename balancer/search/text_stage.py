@@ -38,10 +38,10 @@ PASS_SECONDS = 2.0
 
 
 class TextStage:
-    """Chooses what to measure to find out the cost of rows by their length.
+    """Chooses what to measure to find out what rows cost, depending on their length.
 
-    At first, these are passes with rows of one length. Then they are real batches, whose rows are
-    assigned to devices by this cost.
+    The first probes run passes in which all rows have the same length. Later probes run real
+    batches, whose rows are assigned to devices by this cost.
     """
 
     def __init__(self, machine: TextModel, budget: Budget, with_splits: bool) -> None:
@@ -84,7 +84,10 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the next layout with rows of one length to measure on a device; None when done."""
+        """Return the next layout to measure on a device, with rows of one length.
+
+        None if all of them were measured.
+        """
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._list_passes_to_measure(position):
             if layout not in tried:

@@ -40,7 +40,7 @@ class TextPolicy:
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def seconds_alone(self, _layout: Layout) -> float | None:
-        """Return None, because the time of a device for its rows alone isn't known here."""
+        """Return None: for rows of unequal length, device times on their own aren't predicted."""
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
@@ -67,8 +67,8 @@ class TextPolicy:
     def best_splits(self) -> list[Layout]:
         """Return the layouts over several devices that belong in the final comparison.
 
-        They are the fastest one that was measured, and the one that was measured last: its rows
-        were assigned by the most accurate costs.
+        They are the fastest layout that was measured, and the one that was measured last, because
+        its rows were assigned with the most accurate costs.
         """
         ran = self.machine.fitting_splits
         by_rate = sorted(ran, key=lambda one: -one.samples_per_second)

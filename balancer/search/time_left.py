@@ -56,10 +56,10 @@ class TimeLeft:
     def growth(self, step_seconds: float) -> float:
         """Return how many times larger the next batch may be than the largest one so far.
 
-        `step_seconds` is the step time of the largest batch so far. If that time doesn't rise with
-        the batch yet, nothing is known about larger batches. So the step time is assumed to grow in
-        proportion to the batch, and the remaining time limits the factor. The result is at least 1,
-        and infinite for a step time of 0.
+        Call this if the measured step times don't rise with the batch yet, so that nothing is known
+        about larger batches. The step time is then assumed to grow in proportion to the batch, and
+        the remaining time limits the factor. `step_seconds` is the step time of the largest batch
+        so far. The result is at least 1, and infinite for a step time of 0.
         """
         if not step_seconds:
             return math.inf

@@ -64,9 +64,10 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     def solo_points(self, device_count: int) -> tuple[Point, ...]:
         """Return the step times from which the device's speed on its own is estimated.
 
-        If there are several devices (`device_count`), step times that were measured in steps over
-        several devices, or while the others were idle, count only for batches above the largest one
-        measured in the solo stage.
+        These are the measurements of the solo stage. If the search has several devices
+        (`device_count`), measurements of steps over several devices, or made while the others were
+        idle, are added only for batches above the largest one of the solo stage. If it has one
+        device, all are added.
         """
         # with a single device, all points were measured under the same conditions
         largest = max((p.batch for p in self.alone), default=0) if device_count > 1 else 0
@@ -362,8 +363,9 @@ def step_error(timed: Timed) -> float:
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
     """Group devices that are equally fast within noise; return the positions in each group.
 
-    `limits` has a number for each device, and only devices with the same number are grouped: they
-    may use the same fraction of their hardware in training. Empty means that all devices may.
+    `limits` has a number for each device. Devices with different numbers are never grouped, because
+    they may use different fractions of their hardware in training. Empty means that all devices
+    have the same limit.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))

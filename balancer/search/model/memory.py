@@ -172,8 +172,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
         """Return the largest batch that is sure to fit.
 
-        It either ran, or is slightly larger than one that ran and needs clearly less than the
-        device's memory. The result is a multiple of `quantum`, and at most `cap`.
+        It either ran, or is slightly larger than one that ran and is predicted to need clearly less
+        than the device's memory. The result is a multiple of `quantum`, and at most `cap`.
         """
         safe = self.largest_ran
         guess = self.predict_largest()
@@ -184,8 +184,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_within(self, limit_bytes: float) -> int:
         """Return the largest batch that needs at most `limit_bytes`.
 
-        The measured points are interpolated linearly, and extrapolated beyond them. There must be
-        at least one point. UNBOUNDED if memory doesn't grow with the batch.
+        Memory is assumed to be linear between the measured points and beyond them. There must be at
+        least one point. UNBOUNDED if memory doesn't grow with the batch.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         above = bisect_left(points, limit_bytes, key=lambda point: point[1])

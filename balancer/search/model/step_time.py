@@ -204,7 +204,7 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return by which factor the curve deviates from the line at each measured batch.
+    """Return the factor by which the curve deviates from the line at each measured batch.
 
     The result has a (batch, factor) pair for each batch. The part of a deviation that noise
     explains is left out. Empty if noise explains all deviations.
@@ -287,7 +287,7 @@ class PiecewiseConstant(msgspec.Struct, frozen=True):
     - `rise_seconds`: height of each jump.
     - `least_seconds`: the lowest step time; no batch is assumed to be faster.
     - `vertices`: the vertices of the region of parameters that agree with all measurements. Each is
-      the number of plateaus per row, and the lowest and the highest offset, in plateaus.
+      a tuple (plateaus per row, lowest offset, highest offset), with offsets in plateaus.
     """
 
     first_seconds: float
@@ -398,11 +398,12 @@ def _fit_to_plateaus(points: Sequence[Point], plateaus: Sequence[int]) -> Piecew
 def _find_feasible_region(
     batches: Sequence[int], plateaus: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return where plateaus may begin and end, so that each measured batch is on its plateau.
+    """Return the parameters of plateaus that are consistent with the measured batches.
 
-    Two parameters describe this: the number of plateaus per row, and an offset in plateaus. The
-    possible values form a region, whose vertices are returned: each is a number of plateaus per
-    row, with the lowest and the highest offset. Empty if no values are possible.
+    `plateaus` has the plateau number of each batch. There are two parameters: the number of
+    plateaus per row, and an offset in plateaus. The possible values form a region, whose vertices
+    are returned. Each is a tuple (plateaus per row, lowest offset, highest offset). Empty if no
+    values are possible.
     """
     pairs = list(combinations(zip(batches, plateaus, strict=True), 2))
     # bounds of 1 / width
