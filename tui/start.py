@@ -175,7 +175,7 @@ def _end_threads(app: EvenerApp) -> None:
 def _drawing_on_the_terminal() -> Iterator[None]:
     """Context manager: if standard error is redirected, draw on the terminal of standard output.
 
-    Textual draws on standard error.
+    By default, Textual draws on standard error.
     """
     before = sys.__stderr__
     if before is not None and before.isatty():

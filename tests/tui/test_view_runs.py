@@ -153,5 +153,5 @@ def test_a_run_without_a_plan_says_so_in_a_narrow_panel(script: Any) -> None:
 def test_a_simulated_run_has_a_mark_at_every_width(width: int, shown: str) -> None:
     """Its name is cut, the mark isn't. A run on real devices has none."""
     run = replace(RUN, workload="keras_maxer", devices=("SIM:0",))
-    assert "".join(span.text for span in runs._workload(run, width)) == shown
-    assert "".join(span.text for span in runs._workload(RUN, 23)) == "keras_maxer"
+    assert "".join(span.text for span in runs._draw_workload(run, width)) == shown
+    assert "".join(span.text for span in runs._draw_workload(RUN, 23)) == "keras_maxer"

@@ -93,7 +93,10 @@ RunName = Annotated[
 
 
 def _group_of(name: str) -> Callable[..., Any]:
-    """Return the function that declares an option in the `--help` group of this request field."""
+    """Return the function that declares an option in the right `--help` group.
+
+    `name` is the field of `Request` that the option sets.
+    """
     if name in TRAINING:
         return WHAT
     return BATCH if name in BATCHES else LENGTH

@@ -116,7 +116,7 @@ def list_runs(
 
 
 def _parse_states(text: str | None) -> list[State] | None:
-    """Split the comma-separated states of `--state`, or return None for None.
+    """Return the comma-separated states of `--state`, or None if the option isn't given.
 
     Raises RequestError for an unknown state.
     """

@@ -40,7 +40,7 @@ WHAT_IS_SERVED = (
 )
 
 
-class _Reading:
+class _ReadingCollector:
     """Prometheus collector that returns the metrics of the latest reading.
 
     `latest` returns this reading, or None before the first one.
@@ -160,7 +160,7 @@ def serving_metrics(address: Address, latest: Callable[[], Snapshot | None]) -> 
     refused. Raises RequestError if the address can't be used.
     """
     registry = CollectorRegistry()
-    registry.register(_Reading(latest))
+    registry.register(_ReadingCollector(latest))
     metrics: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
     public = not is_loopback(address.authority)
 

@@ -193,7 +193,7 @@ def _parse_value(text: str) -> Any:
 
 
 def parse_words(text: str | None) -> list[str] | None:
-    """Split a comma-separated list, or return None for None.
+    """Split a comma-separated list into words, or return None if `text` is None.
 
     Raises RequestError for an empty word.
     """

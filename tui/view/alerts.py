@@ -76,7 +76,7 @@ class AlertWatch:
 
     @property
     def reported(self) -> frozenset[str]:
-        """The keys of devices and ids of training runs that still have a reported problem."""
+        """The keys of devices and ids of training runs with a reported problem that still lasts."""
         return frozenset(about for _, about in self._reported)
 
 

@@ -251,7 +251,7 @@ def format_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
 
 
 def gain_tone(text: str) -> Tone:
-    """Return the tone in which a gain is drawn: "good" if the gain is positive, else "dim"."""
+    """Return the tone for a gain such as "+20 %": "good" if it is positive, else "dim"."""
     return "good" if "+" in text and "+0.0" not in text else "dim"
 
 

@@ -56,7 +56,8 @@ def _make_series(
 ) -> Series:
     """Return the points and the predicted curve for a group of equally fast devices.
 
-    `measured` has the number and the measurement of each point, to show them at the cursor.
+    `measured` maps (device, batch, samples/s) of a point to the number of its measurement and the
+    measurement, which are shown when the cursor is on the point.
     """
     first = group[0]
     points = [
@@ -112,7 +113,10 @@ def _index_by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[i
 def _mark_failed_batches(
     state: SessionState, charted_curves: Sequence[ChartedCurve]
 ) -> tuple[Zone, ...]:
-    """Return a mark for each batch size that ran out of memory."""
+    """Return the zones of the chart for batch sizes that ran out of memory.
+
+    Everything from the largest of these batch sizes on is one zone, and each smaller one is a line.
+    """
     # From the largest of these batch sizes on, the chart is hatched.
     failed = [
         (curve.failed_batch, curve.device)

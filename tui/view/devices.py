@@ -213,7 +213,7 @@ def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
 
 
-def _reading(
+def _metric_column(
     key: str,
     titles: tuple[str, ...],
     widths: tuple[int, ...],
@@ -230,6 +230,8 @@ def _reading(
 
     A wide column also shows the metric's limit, its unit, and a bar.
 
+    - `titles`: the column's title in several lengths, longest first.
+    - `widths`: the column's widths in cells, narrowest first.
     - `least_width`: the column shows the unit if it is at least this wide.
     - `limit`: the field with the limit, at which the bar is full.
     - `full_bar`: the value at which the bar is full if there is no limit.
@@ -310,7 +312,7 @@ def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
+def _draw_work(row: DeviceRow, width: int) -> tuple[Span, ...]:
     """Draw the compute time as a percentage of compute plus waiting, with a bar if it fits."""
     if row.work is None:
         return (Span(Mark.NONE, "dim"),)
@@ -336,7 +338,7 @@ def _history(row: DeviceRow, width: int) -> tuple[Span, ...]:
 DEVICE_COLUMNS: tuple[Column[Any], ...] = (
     Column("id", ("device", "id"), (3, 6), _id),
     Column("name", ("name",), (6, 8, 11, 16), _name, "left", most=20),
-    _reading(
+    _metric_column(
         "util",
         ("utilisation", "util", "use"),
         (4, 6, 14),
@@ -347,10 +349,10 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
         full_bar=100.0,
         max_width=40,
     ),
-    _reading("sm", ("SM",), (3, 5), "sm_percent", " %", 5),
-    _reading("tensor", ("tensor", "tens", "TC"), (3, 6), "tensor_percent", " %", 5),
-    _reading("dram", ("DRAM", "DR"), (3, 5), "dram_percent", " %", 5),
-    _reading(
+    _metric_column("sm", ("SM",), (3, 5), "sm_percent", " %", 5),
+    _metric_column("tensor", ("tensor", "tens", "TC"), (3, 6), "tensor_percent", " %", 5),
+    _metric_column("dram", ("DRAM", "DR"), (3, 5), "dram_percent", " %", 5),
+    _metric_column(
         "memory",
         ("memory", "mem"),
         (7, 11, 20),
@@ -362,7 +364,7 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
         "memory_total_bytes",
         max_width=30,
     ),
-    _reading(
+    _metric_column(
         "temperature",
         ("temp", "°C"),
         (3, 5),
@@ -372,7 +374,7 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
         whole,
         temperature_tone,
     ),
-    _reading(
+    _metric_column(
         "power",
         ("power of limit", "power/W", "power"),
         (7, 9, 17),
@@ -384,7 +386,7 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
         "power_limit_watts",
         max_width=26,
     ),
-    _reading("clock", ("clock", "MHz"), (4, 8), "clock_mhz", " MHz", 8),
+    _metric_column("clock", ("clock", "MHz"), (4, 8), "clock_mhz", " MHz", 8),
     Column(
         "throttled",
         ("throttled, why", "thr%"),
@@ -397,7 +399,9 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
     Column(
         "links", ("links in, out", "links", "link"), (4, 4, 12), _links, there=_supports_any(*LINKS)
     ),
-    Column("work", ("own work, waiting", "own work", "work"), (4, 6, 17), _work, there=_has_work),
+    Column(
+        "work", ("own work, waiting", "own work", "work"), (4, 6, 17), _draw_work, there=_has_work
+    ),
     Column("speed", ("samples/s", "smp/s"), (5, 9), _speed),
     Column("history", ("history", "hist"), (4, 6, 12), _history, most=NEWEST_TICKS),
 )

@@ -347,7 +347,7 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """Return the value in `stops` that is drawn nearest to `column`, or None if there is none."""
+    """Return which of `stops` is drawn nearest to `column`, or None if `stops` is empty."""
     return min(stops, key=lambda stop: abs(frame.column(stop) - column), default=None)
 
 

@@ -58,7 +58,7 @@ def result_lines(
     finished = state.finished
     if finished is None:
         return ()
-    body = [*verdict_head(finished, width), *_shares(state, width)]
+    body = [*verdict_head(finished, width), *_draw_shares(state, width)]
     bars = gain_bars(state, width)
     body += [Line(), *bars, Line()] if len(body) + len(bars) + 3 <= height else bars
     body += _remarks(finished, width)
@@ -73,7 +73,7 @@ def count_rows(state: SessionState, width: int) -> int:
     return len(result_lines(state, width, 999, ()))
 
 
-def _shares(state: SessionState, width: int) -> list[Line]:
+def _draw_shares(state: SessionState, width: int) -> list[Line]:
     """Draw the plan's shares. Returns no lines for a single device, or if there is no room."""
     chosen = chosen_layout(state)
     if chosen is None or len(chosen.active) < 2 or width < 20:
@@ -103,14 +103,14 @@ def _gain_bar(
     gain = "" if first else format_gain_of(plan, rated)
     spans = [Span(f" {cut(plain(name), name_cells):<{name_cells}} ", "strong" if first else "text")]
     if bar_cells >= LEAST_BAR:
-        spans += _blocks(rated.rate.value / top, bar_cells, first)
+        spans += _draw_bar(rated.rate.value / top, bar_cells, first)
     number = rate(rated.rate.value) if is_known(rated.rate) else f"~{rate(rated.rate.value)}"
     spans += (Span(f"{number:>10}", "speed" if first else "text"),)
     spans += (Span(f"  {gain:<{GAIN_CELLS - 2}}", gain_tone(gain)),)
     return Line(pad(tuple(spans), width))
 
 
-def _blocks(fraction: float, width: int, is_plan: bool) -> tuple[Span, ...]:
+def _draw_bar(fraction: float, width: int, is_plan: bool) -> tuple[Span, ...]:
     """Draw a bar that fills a `fraction` of the width, in the plan's colour if `is_plan` is set."""
     # It is lower than a line of text, so that bars don't touch.
     count = max(1, round(min(1.0, fraction) * width))

@@ -39,7 +39,7 @@ def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
     return (Span(cut(plain(listed), width)),)
 
 
-def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
+def _draw_workload(row: RunSummary, width: int) -> tuple[Span, ...]:
     """Draw the workload without its folder, or the error of an unreadable run."""
     # A run on simulated devices has a mark in front, which is never cut off.
     mark = f"{Mark.SIMULATED} " if row.simulated else ""
@@ -101,7 +101,13 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
         40,
     ),
     Column(
-        "workload", ("workload",), (11, 14, 16, 24), _workload, "left", lambda row: row.workload, 60
+        "workload",
+        ("workload",),
+        (11, 14, 16, 24),
+        _draw_workload,
+        "left",
+        lambda row: row.workload,
+        60,
     ),
     Column("state", ("state",), (8, 10, 11), _state, "left", lambda row: row.state),
     Column(
@@ -195,10 +201,10 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
         *warning_lines(other_warnings(run.end), width),
     )
     lines = (*before, *rival_lines(state, width, height - len(before)), *after)
-    return (*lines, *_measurements(run, width, height - len(lines)))
+    return (*lines, *_draw_measurements(run, width, height - len(lines)))
 
 
-def _measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
+def _draw_measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     """Return a table of the run's measurements, or nothing if there is no room."""
     state = _with_measurements(run)
     if not state.seen or height < LEAST_MEASUREMENTS:

@@ -192,7 +192,10 @@ def _largest_that_fits(row: SearchDeviceRow) -> str:
 
 
 def _memory_forms(largest: str, failed_batch: int | None) -> list[tuple[Span, ...]]:
-    """Return several wordings for the largest batch that fits in memory, longest first."""
+    """Return several wordings for the largest batch that fits in memory, longest first.
+
+    `failed_batch` is the smallest batch that ran out of memory, or None.
+    """
     if failed_batch is None:
         return [(Span(f"fits {largest}") if largest else Span(Mark.NONE, "dim"),)]
     failed_span = Span(f"{Mark.WALL}{failed_batch}", "bad")

@@ -155,7 +155,10 @@ def _seconds(step: LastStep) -> float:
 def _draw_lane(
     steps: Sequence[LastStep], exchange_s: float, span_s: float, width: int
 ) -> list[Span]:
-    """Draw the steps of one rank in `width` cells, which stand for `span_s` seconds."""
+    """Draw the steps of one rank in `width` cells, which stand for `span_s` seconds.
+
+    `exchange_s` is the time of the gradient exchange in each step.
+    """
     if span_s <= 0:
         return [Span(" " * width)]
     spans: list[Span] = []

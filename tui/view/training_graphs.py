@@ -157,7 +157,7 @@ def _make_graphs(
     graphs = []
     for caption in captions:
         if caption == ALL:
-            graphs.append(_graph_all(row, _add([*speeds.values()])))
+            graphs.append(_graph_all(row, _add_values([*speeds.values()])))
         elif caption == POWER:
             graphs.append(_graph_power([reader.read(key, "power_watts") for key in keys.values()]))
         elif caption == NOISE and row.noise is not None:
@@ -179,7 +179,7 @@ def _graph_all(row: TrainingRow, values: Values) -> Graph:
 
 
 def _graph_power(values: Sequence[Values]) -> Graph:
-    summed = _add(values)
+    summed = _add_values(values)
     top = nice_ceiling(_highest([summed]))
     return Graph(POWER, watts(_newest(summed)), summed, top, "power", whole)
 
@@ -244,7 +244,7 @@ def _draw_level_line(text: str, tone: Tone) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _add(histories: Sequence[Values]) -> Values:
+def _add_values(histories: Sequence[Values]) -> Values:
     """Add the values of several devices. A sum is None if one of its values is unknown."""
     return tuple(
         None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)

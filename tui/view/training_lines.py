@@ -188,7 +188,7 @@ def _rank_value(
     """Return a function that draws the cell of one value in the table of ranks.
 
     `value` reads the number from a rank's row, and `is_known` returns 0 if the number is unknown.
-    An unknown value is drawn as a mark, and the last value of a silent rank is dim.
+    An unknown value is drawn as a dash, and the last value of a silent rank is dim.
     """
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:

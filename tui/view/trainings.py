@@ -188,7 +188,10 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
-    """Add samples/s, tokens/s, samples per joule and the fraction of the plan's speed."""
+    """Add the run's samples/s, tokens/s, samples per joule, and fraction of the plan's speed.
+
+    Samples per joule and the fraction are 0 if some ranks don't report on this machine.
+    """
     # If some ranks don't report on this machine, two values would be wrong and are 0: the samples
     # per joule, and the fraction of the plan's samples/s.
     reporting = [rank for rank in row.ranks if not rank.silent_s]

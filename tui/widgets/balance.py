@@ -215,7 +215,7 @@ class BalanceView(UsesApp, Widget):
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
     def _fact_rows(self, width: int, frame: int, is_narrow: bool) -> int:
-        """Return the height of the panels that show shares and compared layouts; 0 hides them."""
+        """Return the height of the shares and compared layouts in lines; 0 hides these panels."""
         # They are hidden as long as there is nothing to compare, and after the search, because the
         # result contains them. A narrow terminal shows only the compared layouts.
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
