@@ -112,7 +112,7 @@ def is_foreign(module: str) -> bool:
 
 
 def list_names(code: CodeType) -> set[str]:
-    """Return the names of globals that a function's code may use, including nested functions."""
+    """Return the names of globals that a function's code, or a function nested in it, may use."""
     # the result includes names of attributes, which Python stores in the same list
     found = set(code.co_names)
     for const in code.co_consts:

@@ -70,7 +70,7 @@ def without_dropout() -> Iterator[None]:
 
 
 def _list_replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return (owner, name, replacement) of each function that uses dropout.
+    """Return (owner, name, replacement) for each PyTorch function that uses dropout.
 
     The replacements don't drop values.
     """

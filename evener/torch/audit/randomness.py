@@ -250,7 +250,7 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _fill_equal_rows(draw: _Draw) -> Any:
-    """Draw one row and repeat it, for an operation that fills a tensor or returns one of its shape.
+    """Draw one row and repeat it, if an operation fills a tensor or returns one of the same shape.
 
     The result is None for other operations.
     """

@@ -93,8 +93,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     Recording begins when the object is created and ends with `close`. Arguments:
 
-    - `models`: the models. A model in training mode is recorded as a single call. Of other models,
-      the calls inside are recorded.
+    - `models`: the models. A model in training mode is recorded as a single call. For other models,
+      the calls inside are recorded instead.
     - `batch`: the batch that the loss is computed from.
     - `after`: called after each backward pass with this recorder and the loss.
     - `rows`: row count of the batch; 0 takes it from the batch's first tensor.
@@ -235,7 +235,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._tape.append(entry)
 
     def _tensors(self, data: Any) -> list[torch.Tensor]:
-        """Return all tensors in nested data, including those in objects of the batch's classes."""
+        """Return all tensors in nested data.
+
+        Objects in it whose class also occurs in the batch are searched, too.
+        """
         found = nested_tensors(data)
         if self._kinds:
             objects = [each for each in leaves_in(data) if type(each) in self._kinds]
@@ -243,9 +246,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return found
 
     def _mark_size(self, tensor: Any, result: Any) -> Any:
-        """Return a size or shape that the script read, with the row count as a RowNumber.
+        """Replace the row count in a size or shape that the script read with a RowNumber.
 
-        `result` is returned unchanged unless `tensor` has one entry for each row of the batch.
+        `result` is the size or shape of `tensor`. It is returned unchanged unless `tensor` has one
+        entry for each row of the batch.
         """
         known = id(tensor) in self._made or any(each is tensor for each in self.batch)
         sizes = list(result) if isinstance(result, torch.Size) else [result]
@@ -486,7 +490,7 @@ class LossRecord:
         return any(may_count(self.rows, number.value) for number in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """Return whether a call uses a tensor with one entry per row that isn't in the batch.
+        """Return whether a call uses a tensor from outside the batch that has one entry per row.
 
         Parameters, buffers and results of earlier calls don't count.
         """
@@ -558,8 +562,8 @@ def _find_user_line() -> str:
 def _scale_row_count(counts: int, old_rows: int, new_rows: int, number: Any) -> Any:
     """Scale a number that may be a row count, from a batch of `old_rows` rows to one of `new_rows`.
 
-    `counts` says which numbers are scaled, as in `LossRecord.compute`; others are returned
-    unchanged.
+    `counts` says which numbers are scaled: none (AS_WRITTEN), the row count and its reciprocal
+    (ROW_COUNTS), or also multiples of these (MULTIPLES). Others are returned unchanged.
     """
     is_plain = _is_number(number)
     if counts == AS_WRITTEN or not is_plain or not number or old_rows < 2:

@@ -137,7 +137,10 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _ignores_last_row(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """Return whether the loss stays the same if the first row replaces the last one."""
+    """Return whether the loss stays the same if the last row is replaced with a copy of the first.
+
+    If so, the recorded calls don't compute the loss of all rows.
+    """
     # if it does, the recorded calls don't cover all rows
 
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:

@@ -89,9 +89,10 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Record the current settings; return whether a setting that was stable has changed.
+        """Record the current settings; return whether one that had stayed the same has changed.
 
-        `check` is the index of the current check.
+        A setting has stayed the same if its value didn't change for at least three checks. `check`
+        is the index of the current check.
         """
         changed = False
         before, self._values = self._values, {}
@@ -119,9 +120,10 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """Return whether a setting of the module that was stable has changed.
+        """Return whether a setting of the module that had stayed the same has changed.
 
-        `check` is the index of the current check.
+        A setting has stayed the same if its value didn't change for at least three checks. `check`
+        is the index of the current check.
         """
         if self._is_flat and self._is_same():
             return False

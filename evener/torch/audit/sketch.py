@@ -274,7 +274,7 @@ class GradientSums:
         self.add_gradients(self._differentiate(scaled.sum(), trained, retain_graph))
 
     def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients to the sums; `gradients` has them by the names of their tensors."""
+        """Add gradients to the sums; `gradients` maps the names of tensors to their gradients."""
         with torch.no_grad(), without_modes():
             for name, gradient in gradients.items():
                 self._take(name, gradient)

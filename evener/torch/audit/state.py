@@ -119,8 +119,8 @@ def kept_state(holders: Iterable[Any] = (), excluded: Iterable[Any] = ()) -> Ite
 def copy_data(value: Any, memo: dict[int, Any], max_bytes: float = math.inf) -> Any:
     """Return a copy of a value that `restore_value` can use to restore the value in place.
 
-    The result is None if the value isn't copied: for a number, a tensor of more than `max_bytes`,
-    or an object whose id is in `memo`. The ids of copied objects are added to `memo`.
+    The result is None if the value isn't copied: for a number, a tensor of more than `max_bytes`
+    bytes, or an object whose id is in `memo`. Each copied object is added to `memo`, by id.
     """
     if type(value) in _PLAIN or id(value) in memo:
         return None

@@ -341,7 +341,8 @@ def _list_shard_gradients() -> set[int]:
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], order: float) -> torch.Tensor:
     """Return the norm over all ranks of sharded gradients.
 
-    `own` has this rank's pieces of the gradients, and `order` is the order of the norm.
+    `norm` is PyTorch's own function for the total norm, `own` has this rank's pieces of the
+    gradients, and `order` is the order of the norm.
     """
     parts = [each for each in own if each.numel()]
     total = _norm_over_ranks(norm(parts, order) if parts else None, order, own[0].device)
@@ -395,7 +396,7 @@ def find(optimizer: Any) -> Sharded | None:
     return next((each for each in _all if not trained.isdisjoint(map(id, each.parameters))), None)
 
 
-def find_pieces(optimizer: Any) -> bool:
+def trains_pieces(optimizer: Any) -> bool:
     """Return whether an optimizer trains this rank's piece of any sharded parameter."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(not trained.isdisjoint(map(id, each.pieces)) for each in _all)
@@ -431,7 +432,7 @@ def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
         )
     if sharded is not None:
         steps = unwrap(type(optimizer).step)
-        if find_pieces(optimizer) and steps not in {unwrap(kind.step) for kind in ELEMENTWISE}:
+        if trains_pieces(optimizer) and steps not in {unwrap(kind.step) for kind in ELEMENTWISE}:
             raise RequestError(
                 f"{type(optimizer).__name__} looks at whole parameters, and a sharded model's "
                 f"ranks have pieces.",
@@ -440,7 +441,7 @@ def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
                     "element."
                 ),
             )
-        if find_pieces(optimizer):
+        if trains_pieces(optimizer):
             optimizer.register_state_dict_pre_hook(_refuse_state)
     _looked_at.add(optimizer)
 

@@ -40,7 +40,7 @@ class DtypeRange(NamedTuple):
     byte: int
 
     def find_in(self, part: torch.Tensor) -> torch.Tensor:
-        """Return these elements as a view of `part`, a tensor of bytes."""
+        """Return the elements of this range as a view of `part`, a tensor of bytes."""
         size = (self.stop - self.start) * int(self.dtype.itemsize)
         return part[self.byte : self.byte + size].view(self.dtype)
 

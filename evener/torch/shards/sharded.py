@@ -1,9 +1,12 @@
 """Run a sharded model: gather parameters before they are used, and sum gradients afterwards.
 
 The model is divided into units, modules whose parameters are gathered and freed together. The next
-unit is prefetched while one computes. Each rank receives the sums for its own shard. A rank holds
-only its shard of a gradient, so each backward pass ends with a reduction, also in gradient
-accumulation. All ranks compute the same units in the same order.
+unit is prefetched while one computes. All ranks compute the same units in the same order. Each rank
+receives the sums for its own shard.
+
+Usually a rank holds only its shard of a gradient, so each backward pass ends with a reduction, also
+in gradient accumulation. With `keeps_gradients`, unsharded gradients are kept instead, and reduced
+once per batch.
 """
 
 from __future__ import annotations
@@ -111,7 +114,10 @@ class Sharded:
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """Make this rank, which has no rows, run only the collectives, but not the model."""
+        """From now on, run only the collectives of each pass on this rank, which has no rows.
+
+        The model itself isn't run.
+        """
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _send_as_computed(self) -> None:

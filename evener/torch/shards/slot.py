@@ -10,7 +10,7 @@ from ..private import own_parameters
 
 
 class Slot:
-    """A parameter of a sharded model: its names, its owners, and this rank's piece of it."""
+    """A parameter of a sharded model: its names, its modules, and this rank's piece of it."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape = tensor, tensor.shape  # the original parameter, until it is cut
@@ -42,7 +42,7 @@ class Slot:
         return any(isinstance(module, torch.nn.RNNBase) for module, _ in self.owners)
 
     def find_places(self) -> list[tuple[dict[str, Any], str]]:
-        """Return each module dict that stores the parameter, with the parameter's key in the dict.
+        """Return the dicts of modules that store the parameter, each with the parameter's key.
 
         RNN layers are left out, because `point_to` handles them.
         """

@@ -365,7 +365,10 @@ class Ledger:
             self.peak = total
 
     def note_state(self, optimizer: Any, whole: Collection[int] = ()) -> None:
-        """Record the bytes of an optimizer's state; `whole` has the ids of unsharded parameters."""
+        """Record how many bytes an optimizer's state takes.
+
+        `whole` has the ids of unsharded parameters, whose states are counted separately.
+        """
         sizes = Counter(state=0, whole=0)
         for parameter, state in optimizer.state.items():
             category = "whole" if id(parameter) in whole else "state"

@@ -1,4 +1,4 @@
-"""Find out which batch a forward pass computes, because weights may differ between batches."""
+"""Find out which batch a forward pass computes, to know the gradient weights of the batch."""
 
 from __future__ import annotations
 

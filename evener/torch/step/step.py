@@ -88,7 +88,10 @@ class LoaderSteps(StepListener):
             self.training.timer.start_loop()
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Record a batch before the loader yields it, and start timing its step."""
+        """Record a batch before the loader yields it, and start timing its step.
+
+        `origin` is the loop over the loader, and `sizes` has the row count of each rank.
+        """
         training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
         if not self.trains:

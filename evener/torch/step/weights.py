@@ -45,7 +45,7 @@ NUMBERS = 4
 
 
 class BatchWeights(BatchTracker):
-    """Weights each rank's gradients by its rows, and checks that no gradient is left unweighted.
+    """Weights each rank's gradients by its number of rows, and checks that none is left unweighted.
 
     Arguments:
 
@@ -161,7 +161,7 @@ class BatchWeights(BatchTracker):
         return gradient_weight(sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Compare the shape of a batch's rows with earlier batches, to detect varying padding."""
+        """Detect whether padding varies, by comparing the shape of rows between batches."""
         shape = next((tuple(tensor.shape[1:]) for tensor in tensors_in(batch) if tensor.ndim), None)
         if shape is None or self.lengths_vary:
             return

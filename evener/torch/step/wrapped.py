@@ -125,8 +125,8 @@ def wrap_module(
 ) -> Exchanged:
     """Move a module to the device and wrap it in Exchanged.
 
-    `options` are keyword arguments of DistributedDataParallel. Raises RequestError for unknown
-    ones.
+    `options` are keyword arguments of DistributedDataParallel. `forward` is called before each
+    forward pass, with the module and its inputs. Raises RequestError for unknown options.
     """
     given = options or {}
     if unknown := sorted(set(given) - _OPTIONS):
@@ -319,7 +319,11 @@ def _class_names(model: Any) -> set[str]:
 
 
 def check_not_inside_ddp() -> None:
-    """Raise a RequestError if this model runs inside a DistributedDataParallel."""
+    """Raise a RequestError in a forward pass that a DistributedDataParallel has started.
+
+    Wrapped models are checked before each forward pass, because a surrounding
+    DistributedDataParallel would all-reduce their gradients a second time.
+    """
     if is_in_ddp_forward():
         raise RequestError(
             "A model from split.wrap is inside another DistributedDataParallel, which "
@@ -333,8 +337,9 @@ def check_not_inside_ddp() -> None:
 def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
     """Warn if a model has batch normalization, whose statistics depend on the shares.
 
-    `passes` are the row counts of all passes of a batch. Raises RequestError for SyncBatchNorm if
-    gradients are weighted or ranks have different numbers of passes.
+    `weigh` is what is weighted ("gradients", "loss" or "trainer"), `world` is the number of ranks,
+    and `passes` are the row counts of all passes of a batch. Raises RequestError for SyncBatchNorm
+    if gradients are weighted or ranks have different numbers of passes.
     """
     kinds = [
         type(module)

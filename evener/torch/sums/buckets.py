@@ -168,7 +168,7 @@ class Bucket:
         self.flat.zero_()
 
     def weigh(self, weight: float, batch_number: int) -> None:
-        """Fill the bucket for its all-reduce: gradients times `weight`, and flags.
+        """Prepare the all-reduce: fill the bucket with flags and with gradients times `weight`.
 
         `batch_number` is the number of the batch, which ranks compare.
         """

@@ -60,7 +60,10 @@ def run_own(call_site: Hashable, function: Callable[[], Result]) -> Result:
 
 
 class CollectiveError(RequestError):
-    """Raised if a loss function communicates with other ranks, so that one rank can't repeat it."""
+    """Raised if a loss function communicates with other ranks.
+
+    A single rank then can't repeat it for an audit.
+    """
 
 
 USES_COLLECTIVES = (
@@ -108,7 +111,7 @@ def gather_rows(
 
     - `sizes`: row count of each rank; a rank with 0 rows may pass any row.
     - `by_loss`: whether losses are scaled instead of gradients.
-    - `timer`: StepTimer, which counts the time as waiting.
+    - `timer`: the StepTimer, which counts the time of the collective as waiting.
 
     Raises RequestError if the number of rows is wrong, or if ranks differ in dtype or shape.
     """
@@ -129,8 +132,8 @@ def gather_rows(
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
     """Return the sum of a value over all ranks.
 
-    The sum is int64 for an integer tensor with dimensions, and float64 otherwise. Every rank has to
-    call this. `timer` counts the time as waiting.
+    The sum is int64 for an integer tensor with dimensions, and float64 otherwise. `timer` is the
+    StepTimer, which counts the time of the collective as waiting. Every rank has to call this.
     """
     total = torch.as_tensor(value).detach()
     whole = total.ndim and not total.is_floating_point()
@@ -144,7 +147,8 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
     """Return the mean of a value over ranks, weighted by their row counts.
 
-    Every rank has to call this. `timer` counts the time as waiting.
+    `sizes` has the row count of each rank. `timer` is the StepTimer, which counts the time of the
+    collective as waiting. Every rank has to call this.
     """
     own = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(own) for _ in sizes]

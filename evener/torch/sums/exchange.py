@@ -229,7 +229,7 @@ class Exchange:
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
         """Register hooks on the parameters, to detect when a backward pass begins.
 
-        This is needed for outputs in which no tensor was found.
+        This is done if no tensor was found in the model's outputs.
         """
         # such outputs are of unknown classes; a backward pass is assumed to begin with its first
         # gradient
@@ -500,9 +500,9 @@ def is_in_backward(task: int) -> bool:
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return the ids of all parameters whose gradients evener weights and sums over ranks.
+    """Return the parameters whose gradients evener weights and sums over ranks.
 
-    The result is a dict with these ids as keys. A value is True if the parameter's model has
+    The result is a dict with their ids as keys. A value is True if the parameter's model has
     already completed a sum.
     """
     every = sorted(EXCHANGES, key=lambda exchange: exchange.ran)

@@ -151,7 +151,10 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error to raise if noise can't be measured, because `library` sums gradients."""
+    """Return the error to raise if the noise scale can't be measured.
+
+    It can't if another library, named `library`, sums the gradients.
+    """
     # the noise scale compares the ranks' gradients; only the library sees them before their sum
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
