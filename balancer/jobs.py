@@ -209,7 +209,7 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
 def check_request(request: Request) -> None:
     """Raise RequestError if an option is unknown or out of range.
 
-    This can be checked without any device.
+    No device is needed for these checks.
     """
     _check_batches(request)
     _check_numbers(request)
@@ -379,7 +379,7 @@ def _sort_families(
 
 
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """Resolve a request for a plan, and for trying several numbers of data loader workers with it.
+    """Resolve a request for a search that can also try several numbers of data loader workers.
 
     `knobs` are the names of the options to try. Only "workers" is allowed; RequestError is raised
     for other names. If this workload's number of workers can't be changed,

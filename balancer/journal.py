@@ -356,7 +356,7 @@ def _check_against_header(entry: Entry, header: Header, where: str, foreign: boo
 
 
 def _has_right_lengths(entry: LaterEntry, header: Header) -> bool:
-    """Return whether the tuples in an entry have one item per device, as the header says."""
+    """Return whether the tuples in an entry have one item for each device in the header."""
     # the decoder has already checked single values
     devices = len(header.devices)
     match entry:

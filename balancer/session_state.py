@@ -1,4 +1,4 @@
-"""State of a running search for displays, computed from its events."""
+"""What displays show of a running search, computed from the events of the search."""
 
 from __future__ import annotations
 

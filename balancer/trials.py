@@ -156,7 +156,7 @@ def repeat_probe(
 
 @contextmanager
 def _locked_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
-    """Context manager: lock the devices, and start a prober for them."""
+    """Context manager that locks the devices at `positions`, or all, and yields a prober."""
     with lock_job(job, positions), closing(make_prober(job, error_file=new_error_file())) as prober:
         yield prober
 
@@ -298,7 +298,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
     )
 
     def write_tried(self) -> str:
-        """Return a sentence on what the dry run trained, and how long its steps took."""
+        """Return a sentence about what the dry run trained, and how long its steps took."""
         what = "A simulated model" if self.simulated else self.workload
         if not self.simulated and self.framework != "none":
             what += f" ({self.framework})"
@@ -308,7 +308,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
         return f"{what} was {built}stepped on {where}: a step took {join_words(steps)}."
 
     def write_rest(self) -> str:
-        """Return sentences on how long a search would take, and on the largest trainable model."""
+        """Return sentences about how long a search would take, and about the largest model."""
         sentences = []
         if self.budget_seconds is not None:
             sentences.append(f"A search takes at most {duration(self.budget_seconds)}.")

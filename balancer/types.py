@@ -319,7 +319,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def power(self) -> Power | None:
-        """Mean power of the used devices and of the unused ones.
+        """Mean power of the devices that the layout uses, and of those that it doesn't use.
 
         It is None if the power of any device is unknown.
         """

@@ -154,8 +154,8 @@ class SplitLoss(msgspec.Struct, frozen=True):
 class SumLoss(msgspec.Struct, frozen=True):
     """Why the plan is slower than the sum of its devices' throughputs when each trains alone.
 
-    All times are in seconds per step. `lost_seconds` is the difference between the measured step
-    time and the step time at that sum.
+    All times are in seconds per step. `lost_seconds` is the measured step time minus the step time
+    that this sum of throughputs would give.
     """
 
     # both: the two causes together explain it, and neither does alone

@@ -177,7 +177,7 @@ def _find_full_in_shards(record: JournalContents) -> list[OutOfMemory]:
 
 
 def _may_fit_in_shards(record: JournalContents) -> bool:
-    """Return whether sharding may make the model fit in memory, and there was no time to try it."""
+    """Return whether the model might fit in memory if it is sharded, but that hasn't been tried."""
     tried = [
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
@@ -256,7 +256,7 @@ def _explain_end(header: Header, any_succeeded: bool, end: SearchEnd) -> NoLayou
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """List what probe processes were still doing at start-up when the search ended.
+    """List the start-up phases that probe processes hadn't finished when the search ended.
 
     Each entry names the phase, such as importing or building the model, and the devices. It also
     has the time in seconds that the slowest process had spent in this phase.

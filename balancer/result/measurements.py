@@ -120,7 +120,7 @@ def _doubts_about(
 
 
 def _compare_repeats(observations: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a warning for each pair of measurements of one layout that clearly disagree."""
+    """Yield a warning for each pair of measurements that clearly disagree about the same layout."""
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for observation in observations:
         if isinstance(observation, Timed):
@@ -155,7 +155,7 @@ def describe_doubts(
 def find_taken_memory(
     observations: Iterable[Observation], devices: Sequence[Device]
 ) -> tuple[TakenMemory, ...]:
-    """List the devices on which other processes held memory, with the most bytes seen."""
+    """List the devices on which other processes held memory, each with the most bytes they held."""
     found = sorted(find_taken_bytes(observations).items())
     return tuple(TakenMemory(devices[i].label, size) for i, size in found)
 

@@ -262,9 +262,11 @@ def _write_layout(
 def _predict_memory(
     layout: Layout, position: int, measurements: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return the bytes of the model's state on a device, and its peak bytes, in sharded training.
+    """Return the bytes that the model takes on a device in sharded training, and the peak bytes.
 
-    The peak is the highest that was measured, plus a margin. Both are 0 for layouts without shards.
+    The first value is the device's part of the state and the weights that are gathered at the same
+    time. The peak is the highest that was measured, plus a margin. Both are 0 for layouts without
+    shards.
     """
     # the margin of the peak is BLOCK_SLACK
     if not (layout.traits.sharded and state and position in layout.active):

@@ -107,7 +107,8 @@ def write_verdict(verdict: Verdict) -> VerdictText:
 def _write_advice(verdict: Verdict) -> str:
     """Return the recommendation as a sentence.
 
-    It begins with "So far" if the search was stopped early, because another layout may be faster.
+    If the search was stopped early, the sentence begins with "So far", because a layout that wasn't
+    measured may be faster.
     """
     text = _write_action(verdict)
     stopped = verdict.stopped in ("interrupted", "cut_off")
@@ -340,7 +341,7 @@ def _half_width(difference: RateGap) -> float:
 
 
 def _write_tie(rival: Rival, rival_name: str) -> str:
-    """Describe the difference between the plan and a layout that ties with it, including its error.
+    """Return how much a layout that ties with the plan differs from it, with the error of that.
 
     `rival_name` is the layout's name in the sentence.
     """
@@ -757,7 +758,10 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield a sentence for each other kind of layout that says how much slower its best one is."""
+    """Yield sentences that say how much slower the other kinds of layouts are than the plan.
+
+    Only the best layout of each kind is mentioned.
+    """
     mentioned: set[str] = {verdict.chosen.kind}
     for rival in others:
         if rival.kind in mentioned or rival.gain is None or rival.tie or rival.gain < 0:
@@ -991,7 +995,10 @@ def _warn_of_unfinished(verdict: Verdict) -> Iterator[str]:
 
 
 def write_unfinished(unfinished: Unfinished) -> str:
-    """Return a sentence about what a process was still doing at start-up when time ran out."""
+    """Return a sentence about a process that hadn't finished its start-up when the search ended.
+
+    It says which part of the start-up was running, and for how long.
+    """
     what = {
         "importing": "Importing had not ended",
         "loading": f"The import of {unfinished.name} had not ended",

@@ -131,7 +131,10 @@ class _Measured:
         self.closer = looks[-1] if looks else None
 
     def list_breakdowns(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return the probes that broke down a device's step time, each with the breakdown."""
+        """Return the probes that measured how long each part of a device's step takes.
+
+        Each probe is returned with these times.
+        """
         return [(turn, part) for turn in self.turns if (part := turn.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
@@ -425,9 +428,10 @@ def _list_passes(observations: Sequence[Observation], position: int) -> list[tup
 def _seconds_saved_by_one_pass(
     measured_passes: Sequence[tuple[int, float]], passes: int, on_cpu: bool
 ) -> tuple[float, float]:
-    """Return the seconds saved by one pass instead of several, and the error of this estimate.
+    """Return how many seconds one pass would save compared with `passes` passes of the same rows.
 
-    `measured_passes` has the rows and the seconds of two measured passes.
+    The second value is the error of this estimate. `measured_passes` has the rows and the seconds
+    of two measured passes, the smaller one first.
     """
     (few, few_s), (many, many_s) = measured_passes
     now_s = passes * many_s

@@ -207,7 +207,7 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file, with a few attempts.
+    """Lock an open file, trying a few times.
 
     Raises BlockingIOError if it stays locked.
     """

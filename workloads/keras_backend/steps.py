@@ -134,7 +134,7 @@ class KerasSteps:
             )
 
     def own_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Return the numbers of rows that this process's devices compute, without zeros.
+        """Return the numbers of rows that this process's devices compute, leaving out zeros.
 
         `sizes` has the rows of all devices. If the layers are placed on several devices, the result
         only has the sum of `sizes`.

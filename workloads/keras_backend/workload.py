@@ -3,9 +3,8 @@
 Steps are the same as in `fit`: one traced function with relaxed shapes computes all batch sizes,
 and batches come from host memory through the input pipeline that training uses.
 
-Rows of the user's `training_data` are read as in training. If there is only `sample_batch`, it is
-called once for more rows than fit in a processor's cache. These rows are then reused in random
-order.
+Rows of the user's `training_data` are read as in training. If there is only `sample_batch`, it
+creates a fixed set of rows, more than fit in a processor's cache. These are reused in random order.
 """
 
 from __future__ import annotations

@@ -186,9 +186,9 @@ class Data:
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
         """Return a sampler of this rank's rows.
 
-        `sizes` are the rows of each rank. If the data set is smaller than a global batch, its rows
-        are repeated. Otherwise, rows that don't fill another global batch at the end of an epoch
-        are left out.
+        `sizes` has the number of rows of each rank in a batch. If the data set is smaller than a
+        global batch, its rows are repeated. Otherwise, rows that don't fill another global batch at
+        the end of an epoch are left out.
         """
         if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)

@@ -182,7 +182,7 @@ class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Return the tokens of a text; there is one more than its length says."""
+        """Return the tokens of a text: one more than `lengths` says, because of the first token."""
         # Each token except the first is predicted from the previous tokens.
         return self._tokens[row : row + self.lengths[row] + 1]
 

@@ -53,7 +53,7 @@ class BuiltRecipe:
         return TorchWorkload(setup, self._take)
 
     def compute_in_copy(self, on_gpu: bool) -> None:
-        """Run a small computation on several threads, to find out whether a forked copy works.
+        """Run a small computation on several threads, to find out whether a forked process works.
 
         With `on_gpu`, CUDA is initialized too.
         """

@@ -309,8 +309,8 @@ class TorchWorkload(Workload, StepListener):
     def recover(self) -> bool:
         """Clean up after a step that ran out of memory, and return whether training can go on.
 
-        It can't if the optimizer's step was interrupted, if memory remains allocated, or if a
-        group's step wasn't completed.
+        It can't if the optimizer's step was interrupted, or if memory remains allocated. In a
+        group, it also can't unless this rank completed the step in smaller passes.
         """
         ended = bool(self._short_of_memory)
         if self._is_updating or not self._noted or (self._group and not ended):
