@@ -400,7 +400,7 @@ class BalanceForm(UsesApp, Vertical):
         self.screen.focus_next()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is possible. A read-only app starts no searches and dry runs."""
+        """Return whether an action is possible. A read-only app allows no searches or dry runs."""
         return action not in ("send", "try") or not self.evener.readonly
 
     def action_more(self) -> None:

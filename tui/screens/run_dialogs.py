@@ -56,7 +56,10 @@ class ContinueDialog(FieldDialog):
         self._run = run
 
     async def submit(self, text: str) -> bool:
-        """Resume the run for the given time. Raises RequestError if the text isn't a duration."""
+        """Resume the run for the given time, and return True, so that the dialog closes.
+
+        Raises RequestError if the text isn't a duration.
+        """
         header, kept = self._run.header, self._run.record.seen
         more = parse_duration(text, "The time")
         self.evener.start_session(
@@ -161,9 +164,10 @@ class SaveDialog(FieldDialog):
         self._next_step = next_step
 
     async def submit(self, text: str) -> bool:
-        """Write the file. If it exists already, ask for a confirmation first.
+        """Write the file, and return whether that was done.
 
-        Raises RequestError for a folder or an unknown ending.
+        If the file exists already, asks for a confirmation first, and returns False. Raises
+        RequestError for a folder or an unknown ending.
         """
         path = Path(os.path.expanduser(text))  # ~name of an unknown user stays as it is
         self._check(path)
@@ -235,7 +239,10 @@ class TrainDialog(FieldDialog):
         self._written = is_written
 
     async def submit(self, text: str) -> bool:
-        """Start the command. Raises RequestError if it isn't `evener launch PLAN SCRIPT`."""
+        """Start the command, and return True, so that the dialog closes.
+
+        Raises RequestError if it isn't `evener launch PLAN SCRIPT`.
+        """
         arguments = read_command(text)
         if not self._written and self._path in arguments:
             await asyncio.to_thread(self._plan.save, Path(self._path))

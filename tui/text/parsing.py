@@ -161,7 +161,10 @@ def _default_framework(workload: str | None) -> str:
 
 
 def _option_error(option: str, text: str, expected: str, example: str) -> RequestError:
-    """Return the error for an option that has `text` as its value instead of what was expected."""
+    """Return the error for an option whose value is `text` instead of what was expected.
+
+    It suggests the value `example`.
+    """
     return RequestError(f"{option} {text!r} is not {expected}.", f"Write it like {example}.")
 
 

@@ -380,7 +380,7 @@ def _explain_faster_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequen
 def _find_reason(plan: Plan, position: int, solo: Evidence, batch: int) -> str:
     """Return why the plan isn't compared with a device that was faster alone.
 
-    `batch` is the global batch of the device that it is compared with.
+    `batch` is the global batch of the device that the plan is compared with.
     """
     if solo.layout.global_batch != batch:
         return f"faster with another batch than the {batch} samples that are compared"

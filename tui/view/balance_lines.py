@@ -182,7 +182,7 @@ def _count_name_cells(layouts: Sequence[RatedLayout], width: int) -> int:
 def format_fastest(state: SessionState) -> str:
     """Explain why the fastest measurement is above the samples/s shown for the best layout.
 
-    Returns "" if it isn't, and once the search has a result.
+    Returns "" if it isn't above, or if the search has a result.
     """
     if state.finished is not None or state.best is None or not has_split(state):
         return ""

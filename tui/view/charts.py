@@ -211,7 +211,10 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, max_steps: int) -> int:
-    """Return how many steps of a graph's column a value fills, out of `max_steps`."""
+    """Return how many of the `max_steps` steps in a graph's column to fill for a value.
+
+    The column is full at `highest`. A finite value fills at least one step, and None fills none.
+    """
     # A known value has at least one step, so that it is visible.
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0

@@ -135,9 +135,9 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw a device's highest samples/s when it trains alone, and at how many rows per step.
+    """Draw a device's highest samples/s when it trains alone, and the rows per step for it.
 
-    If there is room, a bar precedes them, which is full for the fastest device.
+    If there is room, a bar comes first, which is full for the fastest device.
     """
     # If there is room, a bar precedes them, which is full for the fastest device.
     spans = _alone_spans(row.state, row.device)
@@ -156,7 +156,7 @@ def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
-    """Return a device's highest samples/s when it trains alone, and at how many rows per step."""
+    """Return a device's highest samples/s when it trains alone, and the rows per step for it."""
     solo = best_solo(state, device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)

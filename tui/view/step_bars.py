@@ -79,7 +79,10 @@ def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tupl
 
 
 def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list[int]:
-    """Return how many cells of the bar each part of a step takes."""
+    """Return how many cells of the bar each part of a step takes.
+
+    The whole bar of `width` cells stands for `longest_s` seconds.
+    """
     counts, so_far_s, drawn = [], 0.0, 0
     for part_s in seconds:
         so_far_s += part_s
@@ -174,7 +177,7 @@ def _draw_lane(
 
 
 def _parts(step: LastStep, exchange_s: float) -> tuple[float, ...]:
-    """Return the time of a step in seconds, divided into its parts.
+    """Return how many seconds each part of a step takes.
 
     The step reports waiting and exchange as one time, `meeting_s`. Up to `exchange_s` seconds of it
     count as exchange, and the rest as waiting.

@@ -23,7 +23,7 @@ _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
 
 class PastTicks(Protocol):
-    """Interface of an object with stored readings, such as `evener.devices.sampler.Sampler`."""
+    """Interface for the stored readings, as `evener.devices.sampler.Sampler` provides them."""
 
     @property
     def ticks(self) -> int:

@@ -421,7 +421,7 @@ def _format_rate(row: TrainingRow) -> str:
 
 
 def _format_step_time(row: TrainingRow) -> str:
-    """Return the step time, its spread, and the time for input and between steps, in a sentence."""
+    """Say how long a step takes, with its spread, and the time for input and between steps."""
     spread = f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
     parts = {"of it for input": row.input_s, "between steps": row.between_s}
     spent = "".join(

@@ -59,7 +59,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         state: SessionState | None = None,
         samples: Sequence[DeviceSample | None] | None = None,
     ) -> None:
-        """Set the state of the search, or the readings of its devices. None keeps the old ones."""
+        """Set the state of the search and the readings of its devices; None keeps the old ones."""
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = search_device_rows(state, self._samples)

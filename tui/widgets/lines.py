@@ -148,7 +148,7 @@ class Lines(UsesApp, Widget):
         return self._draw(y, self.size.width)
 
     def _draw(self, y: int, width: int) -> Strip:
-        """Draw a line in the theme's colours."""
+        """Draw line `y` in the theme's colours."""
         line = self._lines[y] if y < len(self._lines) else BLANK
         draws_ascii, cursor = self.evener.ascii, line.cursor
         styles = self._styles_by_tone
