@@ -96,7 +96,7 @@ NO_CHANNEL = -1
 
 
 class ForkServer:
-    """Forks processes on requests that arrive over a socket.
+    """Forks a process for each request that arrives over a socket.
 
     Each new process calls `run` with the server's process id, and with a file descriptor for
     sharing its built workload, or NO_CHANNEL.
@@ -196,6 +196,7 @@ def import_first(names: Sequence[str], start_driver: Callable[[], object]) -> No
 
     Names have the form "module" or "module:attribute". If forking is impossible afterwards, for
     example because a GPU driver was started, the program restarts itself without the imports.
+    `start_driver` is tried in a forked copy if driver files are open.
     """
     try:
         for name in names:

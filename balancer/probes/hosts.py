@@ -177,8 +177,8 @@ class HostService(LocalHost):
     """Manages the probe processes on one of the other hosts, on behalf of the search.
 
     It runs in that host's agent. Processes are addressed by keys. `script` is a copy of the user's
-    script, which is written to a temporary folder; None for a built-in workload. Its methods may be
-    called at the same time.
+    script, which is written to a temporary folder; None for a built-in workload. Methods may be
+    called from several threads at once.
     """
 
     def __init__(

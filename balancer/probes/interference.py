@@ -264,7 +264,7 @@ class DriverReader(Protocol):
 
 
 class DeviceWatch(DriverReader, Protocol):
-    """A DriverReader that can also tell how much other programs use each device."""
+    """A DriverReader that also reports how much other programs use each device."""
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]: ...
 
@@ -373,8 +373,8 @@ def _resident_bytes(pid: int) -> int:
 def _unclear_bytes(memory_bytes: int) -> float:
     """Return how many bytes of a device's memory in use may belong to the driver itself.
 
-    Use below this number doesn't show that another program holds memory. `memory_bytes` is the
-    device's total memory.
+    If fewer bytes are in use, other programs may hold none of them. `memory_bytes` is the device's
+    total memory.
     """
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 

@@ -238,7 +238,7 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 class MemoryBudget:
     """Estimates whether idle probe processes leave enough memory for the next probes.
 
-    `available_bytes` is called for the free memory of the host that has the least.
+    `available_bytes` is a function that returns the free memory of the host that has the least.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:

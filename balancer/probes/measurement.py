@@ -55,7 +55,7 @@ class Timeouts(msgspec.Struct, frozen=True):
 
 
 def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
-    """Return the command that tells each process its share of a layout and the passes for it."""
+    """Return the command that sets the share of each process, and how it is split into passes."""
 
     def pick(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sizes[position] for position in ranks.unique_positions)
@@ -230,7 +230,7 @@ class Measurement:
     def _keep_batch(self, keep: bool, stop: threading.Event) -> bool:
         """Tell all ranks to reuse one batch for all further steps if `keep`, else to load new ones.
 
-        Returns whether all ranks can do so.
+        Returns whether the workload can reuse a batch on all ranks.
         """
         replies = self._group.call(lambda _: KeepBatch(keep), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)

@@ -240,7 +240,7 @@ class Budget:
         return max(self.spent + missing_seconds, others / kept)
 
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
-        """Return the total budget, in seconds, that allows larger numbers of jobs on a device.
+        """Return the total budget, in seconds, that is enough to try more jobs on a device.
 
         `grown_seconds` is how long it takes to measure them.
         """

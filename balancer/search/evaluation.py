@@ -530,5 +530,5 @@ class Evaluation:
 
 
 def _is_indistinguishable(layout: Layout, others: dict[Layout, Candidate]) -> bool:
-    """Whether a measurement couldn't distinguish the layout from one of the others."""
+    """Whether a measurement can't show a difference between the layout and one of the others."""
     return any(same_measurement(layout, each) for each in others)

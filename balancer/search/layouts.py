@@ -1,6 +1,6 @@
 """Options and candidates of a search: which kinds of layouts it may try, and which it compares.
 
-Functions of this module also make smaller layouts from those that ran out of memory.
+If a layout ran out of memory, functions of this module derive a smaller one from it.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Observations:
         return [timed for timed in self.timed(Stage.RACE) if timed.probe.layout.traits.by_shares]
 
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
-        """Return the layout's measurements that are compared with those of other layouts, by round.
+        """Return the measurements by which a layout is compared with others, by round.
 
         They come from `stage`; None means the final comparison or, for a layout with tuning
         options, the comparison of these options. An earlier measurement counts as the first round
@@ -191,7 +191,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's measurements from after it won, by round.
+        """Return the measurements made of a layout after it had won, by round.
 
         Measurements in which a device was throttled are left out if the device has recovered since.
         """
@@ -202,9 +202,10 @@ class Observations:
         return {one.probe.turn: one for one in valid}
 
     def turns_after_choice(self, layout: Layout) -> Turns:
-        """Return a layout's measurements since the first one that checked it as the winner.
+        """Return all measurements of a layout since it was first checked as the winner.
 
-        Empty if it was never checked in this way. They are numbered from 0.
+        They include this first check, and are numbered from 0. Empty if the layout was never
+        checked.
         """
         seen = self.timed_in(layout, Stage.CHECK, Stage.RACE, Stage.KNOBS)
         checks = (one.probe.turn for one in seen if one.probe.stage == Stage.CHECK)

@@ -87,7 +87,7 @@ class Predictions:
         )
 
     def split_within(self, seconds: float) -> Allocation | None:
-        """Return the fastest allocation to several devices that all compute at most `seconds`.
+        """Return the fastest allocation to several devices that each compute for at most `seconds`.
 
         Gradient exchange doesn't count. None if no allocation is that fast, or if a global batch
         was requested.
@@ -232,8 +232,8 @@ def split_over_hosts(
     """Return the fastest allocation, which may leave out whole hosts.
 
     Using fewer hosts can be faster, because exchange between hosts is slow. `solve` is called for
-    each single host, then for all hosts. After that, the host with the fewest rows is left out,
-    again and again, and `solve` is called for the hosts that remain.
+    each single host, then for all hosts. After that, the host with the fewest rows is left out
+    repeatedly, and each time, `solve` is called for the hosts that remain.
 
     - `hosts`: the host of each device, by position.
     - `costs`: exchange seconds, by number of hosts and number of devices.

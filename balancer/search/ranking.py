@@ -93,7 +93,7 @@ class RankedLayout(msgspec.Struct, frozen=True):
 
     @property
     def unclear(self) -> bool:
-        """Whether it ties with the winner although their samples/s differ by more than 3 %.
+        """Whether the layout ties with the winner although their samples/s differ by more than 3 %.
 
         The measurements are then too noisy to show which of the two is faster.
         """

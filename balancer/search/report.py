@@ -15,7 +15,7 @@ from .ranking import RankedLayout
 
 
 class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All data of a search from which its result is written."""
+    """The data of a search from which its result is written."""
 
     problem: Problem
     options: LayoutOptions

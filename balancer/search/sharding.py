@@ -228,7 +228,7 @@ class Sharding:
         return [*(self._shard(one) for one in found if one.traits.together), *held]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's compute time by rows, and its maximum rows, for a plan to store.
+        """Return each device's compute time by rows, and its maximum rows, to be stored in a plan.
 
         Curves are empty if some devices have no rows, because training doesn't change the shares of
         such a layout.

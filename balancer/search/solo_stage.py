@@ -430,8 +430,8 @@ class SoloStage:
     def _choose_second_batch(self, device: DeviceModel, first: int, second: int) -> int:
         """Return the second batch to measure on a device, at most `second` rows.
 
-        `first` is the batch that it ran. The second one is smaller than usual if steps are very
-        slow, or if a restart after running out of memory would take long.
+        `first` is the batch that the device ran. The second one is smaller than usual if steps are
+        very slow, or if a restart after running out of memory would take long.
         """
         surely = device.memory.largest_in_proportion()
         if surely is None:

@@ -37,8 +37,8 @@ class StartTimes:
     def seconds(self, layout: Layout) -> float:
         """Return how many seconds the processes of a layout are expected to take to start.
 
-        0 if they are already running. The estimate is rather high, because the first starts of a
-        session are the slowest.
+        0 if they are already running. The estimate is rather high, because it is based on the first
+        starts, which are the slowest.
         """
         own = self._by_children.get(layout.group_key)
         if not own:

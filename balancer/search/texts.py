@@ -35,12 +35,17 @@ class TextPolicy:
     def is_sensible(self, layout: Layout) -> bool:
         """Whether the layout may become the plan.
 
-        Layouts whose rows have a single length may not, because they are only probes.
+        Layouts whose rows all have one length may not: they only serve to measure what that length
+        costs.
         """
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def seconds_alone(self, _layout: Layout) -> float | None:
-        """Return None: for rows of unequal length, device times on their own aren't predicted."""
+        """Return None.
+
+        How long devices would take for their rows on their own isn't predicted for rows of unequal
+        length.
+        """
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:

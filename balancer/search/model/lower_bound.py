@@ -85,9 +85,9 @@ def plateau_end_is_unknown(points: Sequence[Point], curve: Curve) -> bool:
 
 
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """Return the batch and time at which the bound bends between two measured batches.
+    """Return the batch and time at which the bound bends between two neighboring measurements.
 
-    The two are `points[right - 1]` and `points[right]`. None if the bound is a line between them.
+    These are `points[right - 1]` and `points[right]`. None if the bound is a line between them.
     """
     one, other = points[right - 1], points[right]
     slope_across = _slope(one, other)
