@@ -28,7 +28,7 @@ from .request import ENGINES, INPUTS, MICROS, PRECISIONS, Job, Request
 from .search.layouts import BALANCE, Knob, LayoutOptions
 from .types import Problem
 
-SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
+SIMULATED = "Measured on simulated devices, whose speeds are read from a file, not on hardware."
 NOT_RUN = "simulated devices have the speeds of a model of their own."
 REAL_ALONE = {"precision": "--precision", "xla": "--xla", "input": "--input", "engine": "--engine"}
 LARGEST_BATCH = 1 << 30  # rows: no training has as many, and sums of shares stay exact
@@ -83,7 +83,8 @@ def _check_supported_options(job: Job, settings: object) -> None:
         for name, option in REAL_ALONE.items():
             if getattr(request, name) != getattr(Request(), name):
                 raise RequestError(
-                    f"{option} has no effect on simulated devices, whose speeds are written down.",
+                    f"{option} has no effect on simulated devices, whose speeds are read from a "
+                    "file.",
                     f"Leave {option} out.",
                 )
     if request.engine != "auto":

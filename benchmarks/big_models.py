@@ -81,7 +81,7 @@ def _python_path() -> str:
 
 
 def train(name: str, plan: Path, variables: dict[str, str], seconds: float) -> None:
-    """Train by a plan, and print its speed and each rank's peak memory."""
+    """Train with a plan, and print its speed and each rank's peak memory."""
     output = run(("launch", str(plan), str(PROGRAM)), seconds, variables)
     shares = load_plan(plan).layout.share
     ranks = [json.loads(each) for each in re.findall(r'\{"rank".*\}', output)]

@@ -122,7 +122,7 @@ def parse() -> argparse.Namespace:
 
 
 def compare(name: str, path: Path, options: argparse.Namespace) -> None:
-    """Search for a plan, train by it, and compare."""
+    """Search for a plan, train with it, and compare."""
     plan = search(name, path, options)
     figure = plan.throughput.samples_per_second
     words = ("-m", "benchmarks.gpu_loops", "--train", name, "--seconds", f"{options.seconds:g}")

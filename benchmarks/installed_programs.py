@@ -279,7 +279,7 @@ class Start:
             rows = map(int, re.findall(r"observed: a process computed (\d+) rows", text))
             return len(set(rows)) > 1
         moved = self._way == "plan" or re.search(r"changed (once|\d+ times)|rows change", text)
-        return "rows a step, by" in text and bool(moved)
+        return "rows a step, with" in text and bool(moved)
 
     def weights(self) -> dict[str, Any] | None:
         """Return rank 0's weights before and after training; None if they weren't recorded."""

@@ -127,7 +127,7 @@ def try_script(name: str, options: argparse.Namespace) -> tuple[str, str]:
     if not lines.text:
         return found, "no lines were printed"
     if "come from no DataLoader" in run.log("alone"):
-        return found, "its rows come from no DataLoader, as the message says"
+        return found, "its rows don't come from a DataLoader, as the message says"
     return found, try_lines(run, lines, script.words.split())
 
 
@@ -153,7 +153,7 @@ def try_lines(run: Run, lines: Lines, words: list[str]) -> str:
     log = run.log("shares")
     why = find_reason(log)
     outcome = f"even ({why.partition('. ')[0]})" if why else "by shares"
-    if "rows a step, by" not in log and not why:
+    if "rows a step, with" not in log and not why:
         outcome = "SILENT"
     if away is not None and away <= NEAR:
         return f"{outcome}, {away:.0e}"

@@ -125,7 +125,7 @@ def is_uneven(model: Any, recipe: Recipe) -> bool:
 
 
 def plan_all(folder: Path, rank: int, names: Sequence[str], recipes: dict[str, Any]) -> None:
-    """Train by a plan, as one rank."""
+    """Train with a plan, as one rank."""
     torch.set_num_threads(1)
     for name in names:
         recipe = msgspec.convert(recipes[name], Recipe)

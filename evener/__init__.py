@@ -1,7 +1,7 @@
 """Train one model on devices of unequal speed.
 
 `load_plan` reads a plan, `report` reports training steps to the monitor, and `metrics` returns
-metrics for experiment trackers. What scripts import to train by a plan is in `evener.torch`,
+metrics for experiment trackers. What scripts import to train with a plan is in `evener.torch`,
 `evener.huggingface`, `evener.lightning` and `evener.keras`.
 """
 

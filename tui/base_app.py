@@ -465,7 +465,7 @@ class BaseApp(App[int]):
         """
         if self.training is not None and self.training.runs:
             raise RequestError(
-                f"A training runs here already: {self.training.command}.",
+                f"A training is already running here: {self.training.command}.",
                 "Stop it on the Trainings screen, or start this one in another terminal.",
             )
         self.training = LocalTraining(arguments, log)

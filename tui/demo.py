@@ -18,9 +18,11 @@ INTERVAL_SECONDS = 0.5
 FIRST_SECONDS = 1.0
 RESULT_SECONDS = 8.0  # seconds to read the result before the replay
 READING_SECONDS = 8.0  # seconds from the end of the replay to the training
-RESULT = "The result first: what two unlike cards gain when each gets the rows that it can do."
-STORY = "How it was found: each card alone, real splits, a race in turns. Four times real speed."
-TRAINING = f"A training by the plan. In {HOT_FROM:.0f} s SIM:0 gets hot: watch the shares follow."
+RESULT = "The result first: what two unequal cards gain when each gets the rows that it can handle."
+STORY = (
+    "How it was found: each card alone, real splits, then a race in turns. Four times real speed."
+)
+TRAINING = f"A training with the plan. In {HOT_FROM:.0f} s SIM:0 gets hot: watch the shares follow."
 HOT = "SIM:0 is hot and slower: the other card gets more rows, and both end together again."
 COOL = "SIM:0 has cooled down: its rows come back. Now with your own model: evener"
 

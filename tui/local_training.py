@@ -106,7 +106,7 @@ def read_command(text: str) -> list[str]:
         raise RequestError(f"The line can't be read: {error}.", "Close its quotes.") from None
     if parts[:2] != ["evener", "launch"] or len(parts) < 4:
         raise RequestError(
-            "The line doesn't start a training by a plan.",
+            "The line doesn't start a training with a plan.",
             "Write evener launch PLAN SCRIPT, then the script's own arguments.",
         )
     return parts[1:]

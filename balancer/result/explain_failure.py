@@ -91,7 +91,7 @@ def _explain_failures(
     if full and budget is not None and end.late:
         seconds = fmean(one.elapsed_seconds for one in full)
         remedy = (
-            f"Give a longer budget, as in --budget {2 * budget:g}s: a further try in shards takes "
+            f"Give a longer budget, as in --budget {2 * budget:g}s: another try in shards takes "
             f"about {seconds:.0f} s. Or give a smaller batch, or free memory."
         )
     return NoLayoutError(" ".join([f"No layout could be measured: {why}.", *adapters]), remedy)

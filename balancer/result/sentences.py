@@ -133,12 +133,12 @@ def _write_action(verdict: Verdict) -> str:
 
 
 PLANS: dict[LayoutKind, str] = {
-    "equal_shares": "equal shares by the plan",
-    "other_shares": "unequal shares by the plan",
-    "one_device": "one device by the plan",
-    "sharded": "shards of the model by the plan",
+    "equal_shares": "the plan's equal shares",
+    "other_shares": "the plan's unequal shares",
+    "one_device": "one device, with the plan",
+    "sharded": "the plan's shards of the model",
     "side_by_side": "several trainings side by side",
-    "placed": "the model's parts as placed",
+    "placed": "the plan's placement",
 }
 
 
@@ -446,7 +446,7 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
         name, speed = one.name[:1].upper() + one.name[1:], rate(one.rate.samples_per_second)
         at = f" at {one.global_batch} samples a step" if one.global_batch != _batch(verdict) else ""
         measured = f"{speed} samples/s {write_error(one.rate)}"
-        yield f"{name}{at} reached {measured}, which is better known."
+        yield f"{name}{at} reached {measured}, which is known more precisely."
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
@@ -663,7 +663,7 @@ def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
             "Simulated devices train nothing. On real ones evener balance writes such a plan, and "
-            "evener launch plan.toml train.py trains by it."
+            "evener launch plan.toml train.py trains with it."
         )
 
 
@@ -812,9 +812,7 @@ def _describe_ran_out(verdict: Verdict) -> Iterator[str]:
         yield f"{what} tried with {samples} samples, and memory ran out{many} on {where}{plan}."
         remedies = []
         if one.lacked_time:
-            remedies.append(
-                f"a longer --budget (a further try takes about {one.try_seconds:.0f} s)"
-            )
+            remedies.append(f"a longer --budget (another try takes about {one.try_seconds:.0f} s)")
         smaller = min(map(sum, one.batches)) - 1
         if verdict.batch_given:
             remedies.append("a smaller --global-batch")
@@ -1268,7 +1266,7 @@ def write_training_step(plan: Plan, path: str) -> str:
     command = find_training_command(plan, path)
     hosts = [host for host in dict.fromkeys(share.host for share in plan.layout.active) if host]
     where = f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else ""
-    return f"to train by it{where}: {command}" if command else ""
+    return f"to train with it{where}: {command}" if command else ""
 
 
 def find_training_command(plan: Plan, path: str) -> str:

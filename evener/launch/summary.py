@@ -235,7 +235,7 @@ def _describe_speed(summary: TrainingSummary) -> str:
     steps = f"{group_digits(summary.steps)} steps in {duration(summary.seconds)}"
     if summary.without_loader:
         per_second = summary.steps / summary.seconds if summary.seconds else 0.0
-        return f"speed: {rate(per_second)} steps/s; {steps}; its rows come from no DataLoader"
+        return f"speed: {rate(per_second)} steps/s; {steps}; its rows don't come from a DataLoader"
     return f"speed: {rate(summary.samples_per_second)} samples/s{plan}; {steps}"
 
 
@@ -243,10 +243,10 @@ def _describe_limits(summary: TrainingSummary) -> str:
     if not summary.parts_known:
         return "limited by: not known, as this training doesn't report the parts of its steps"
     if not summary.limits and summary.without_loader:
-        text = "nothing that shows without a DataLoader: making rows counts as own work"
+        text = "nothing that can be seen without a DataLoader: making rows counts as own work"
         return f"limited by: {text}, of {milliseconds(summary.step_s)} a step"
     if not summary.limits:
-        return f"limited by: nothing beside own work, of {milliseconds(summary.step_s)} a step"
+        return f"limited by: nothing besides own work, of {milliseconds(summary.step_s)} a step"
     named = [
         f"{limit.kind.noun}{_by(limit)}, {milliseconds(limit.milliseconds / 1e3)} of a step "
         f"({percent(limit.share)})"
@@ -254,7 +254,7 @@ def _describe_limits(summary: TrainingSummary) -> str:
     ]
     rest = 1 - sum(limit.share for limit in summary.limits)
     if len(summary.limits) <= MOST_NAMED and rest > 0:
-        rows = ", with making rows," if summary.without_loader else ""
+        rows = ", including making rows," if summary.without_loader else ""
         named.append(f"the rest, {percent(rest)}, is own work{rows} and small parts")
     return f"limited by: {'; '.join(named)}"
 
@@ -263,7 +263,7 @@ def _by(limit: TrainingLimit) -> str:
     if not limit.by:
         return ""
     if limit.kind == LimitKind.HOST_STARVED:
-        return f" ({plain(limit.by, 120)} had them)"
+        return f" ({plain(limit.by, 120)} used them)"
     if limit.kind == LimitKind.UNEQUAL:
         return f", {limit.by}"
     return f" on {limit.by}"

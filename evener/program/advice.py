@@ -59,7 +59,9 @@ def advise(optimizer: Any, loader: Any) -> str:
     place, methods = _describe_changes(frame, name, set(chain.from_iterable(models)))
     first = ", the first one at its top" if on_gpu else ""
     rows = (
-        "Its rows come from no DataLoader, so make a data set of them. " if loader is None else ""
+        "Its rows don't come from a DataLoader, so make a data set of them. "
+        if loader is None
+        else ""
     )
     return f"{rows}To train on all of them, add {place}{first}{methods}:" + "".join(
         f"\n    {line}" for line in lines

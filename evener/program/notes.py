@@ -106,7 +106,7 @@ class Notebook:
         split = "+".join(map(str, shares.batches)) + " = " if len(shares.batches) > 1 else ""
         print_on_first_rank(
             f"{self.settings.name} trains on {named}: {split}{shares.global_batch} rows a "
-            f"step, by {hooks}"
+            f"step, with {hooks}"
         )
 
     def stay_even(self, why: str, suffix: str = "") -> None:

@@ -56,7 +56,7 @@ TENSOR_PARALLEL = (
     "its parameters are DTensors of no fully_shard, as tensor parallelism makes them, which has "
     "several ranks compute one row"
 )
-NO_LOADER = "its rows come from no DataLoader"
+NO_LOADER = "its rows don't come from a DataLoader"
 NO_OPTIMIZER = "its optimizer isn't PyTorch's, so its steps can't be followed"
 OWN_ITERATION = "its loader, {}, makes its batches by an iteration of its own"
 BEGUN_EARLY = "its loop over a DataLoader began before its model was wrapped"

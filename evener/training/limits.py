@@ -65,8 +65,8 @@ class LimitKind(StrEnum):
     )
     HOST_STARVED = (
         "host_starved",
-        "want of cores",
-        "Threads of the training are ready to run and get no core.",
+        "waiting for cores",
+        "Threads of the training are ready to run but get no core.",
         "Stop the other programs, or give the training cores of its own (taskset, a cgroup).",
     )
     EXCHANGE = (
@@ -79,12 +79,12 @@ class LimitKind(StrEnum):
         "unequal",
         "waiting for the slowest device",
         "Faster devices wait for slower ones.",
-        "Give each device a share by its speed: evener balance.",
+        "Give each device a share that matches its speed: evener balance.",
     )
     MEMORY = (
         "memory",
         "memory",
-        "Memory is short, so that a share is computed in smaller passes than are fast.",
+        "Memory is short, so a share is computed in passes that are too small to be fast.",
         "Free memory: bfloat16, checkpointing of activations, or shards (split.shard).",
     )
     POWER = (
@@ -96,7 +96,7 @@ class LimitKind(StrEnum):
     HEAT = (
         "heat",
         "heat",
-        "A device is slowed by its heat.",
+        "A device is so hot that it slows down.",
         "Improve the device's cooling, or give it a smaller share.",
     )
     NEIGHBOUR = (

@@ -52,7 +52,7 @@ REMEDIES = {
     ),
     LimitKind.EXCHANGE: "Exchange half as often: a batch twice as large, or twice the passes.",
     LimitKind.HOST_LAUNCHES: "Take a batch twice as large, or compile the model (torch.compile).",
-    LimitKind.OPTIMIZER: "Update half as often, by a batch twice as large; or use fused=True.",
+    LimitKind.OPTIMIZER: "Update half as often, with a batch twice as large; or use fused=True.",
     LimitKind.CHECKPOINTS: "Write checkpoints half as often, or in the background.",
     LimitKind.VALIDATION: "Validate half as often, or on half of the rows.",
 }
@@ -63,7 +63,7 @@ IN_KERAS = {
         "Make rows in parallel and ahead: dataset.map(..., num_parallel_calls=tf.data.AUTOTUNE)"
         ".prefetch(2)."
     ),
-    LimitKind.OPTIMIZER: "Update half as often, by a batch twice as large.",
+    LimitKind.OPTIMIZER: "Update half as often, with a batch twice as large.",
 }
 
 

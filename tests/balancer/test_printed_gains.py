@@ -70,9 +70,9 @@ def test_the_text_of_drawn_searches_holds_no_contradiction(seed: int) -> None:
         ("1.7 % more ± 2.2 %", "3.7 % more ± 2.2 %"),
         ("+61 % over SIM:0 alone", "61.1 % faster than SIM:0 alone ± 0.4 % (too close to call)"),
         ("694+694 = 1388", "694+694 = 1397"),
-        ("Use unequal shares", "Take unequal shares"),
-        ("Use unequal shares by the plan: 826 + 571", "Use one device: 826"),
-        ("Use unequal shares by the plan", "Measure again before you decide"),
+        ("Use the plan", "Take the plan"),
+        ("Use the plan's unequal shares: 826 + 571", "Use one device: 826"),
+        ("Use the plan's unequal shares", "Measure again before you decide"),
         ("together  ", "in all    "),
         ("1 346 at 1008", "900.0 at 1008"),
         ("10.8 % less than the plan", "20.8 % less than the plan"),
@@ -123,7 +123,7 @@ SIM:0 alone: 1 346 samples/s at 1008
 larger batch, 1698 samples: 2 203 samples/s at 1004+694
 sum of each alone: 2 274 samples/s, an upper bound; the plan reaches 95.3 % of it
 
-Use unequal shares by the plan: 826 + 571 on SIM:0 + SIM:1.
+Use the plan's unequal shares: 826 + 571 on SIM:0 + SIM:1.
 826 + 571 on SIM:0 + SIM:1   2 168 samples/s ± 0.4 %   +20 % over equal shares, \
 +61 % over SIM:0 alone
 With a larger batch: 1698 samples a step (1004 + 694 on SIM:0 + SIM:1) reach 2 203 samples/s, \

@@ -88,7 +88,7 @@ def test_runs_says_what_a_plan_has_reached_and_how_often(
     assert found["samples_per_second"] == pytest.approx(0.99 * promised, rel=0.02)
     assert run(["runs", "show", own]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith("2 trainings by this plan so far; the last reached ")
+    assert said.startswith("2 trainings with this plan so far; the last reached ")
     assert said.endswith("% of the plan's")
     assert run(["runs"]) == 0
     assert "(2 x)" in capsys.readouterr().out.splitlines()[-1]

@@ -131,7 +131,7 @@ def test_a_starved_host_says_by_whom_and_a_larger_limit_comes_first() -> None:
     assert kinds(limits)[0] is LimitKind.HOST_STARVED
     assert limits[0].by == "train.py (1.9 cores)"
     assert set(kinds(limits)[1:]) == {LimitKind.INPUT, LimitKind.OPTIMIZER}
-    assert sum(each.share for each in limits[1:]) < 0.4, "half of both is want of cores"
+    assert sum(each.share for each in limits[1:]) < 0.4, "half of both is waiting for cores"
 
 
 def test_the_gain_of_freed_cores_includes_what_others_slow_beside_waiting() -> None:

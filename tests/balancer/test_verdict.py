@@ -535,7 +535,7 @@ def test_shards_that_always_ran_out_of_memory_are_named_with_what_to_do() -> Non
     )
     limited = Problem(2, (None, None), budget_seconds=120.0)
     assert written_of(*IN_SHARDS, stop=Stop.LATE, problem=limited) == (
-        f"{tried} Give a longer --budget (a further try takes about 9 s) or a smaller batch "
+        f"{tried} Give a longer --budget (another try takes about 9 s) or a smaller batch "
         f"(--max-global-batch 8)."
     )
     ended = f"{tried} Give a smaller batch (--max-global-batch 8)."

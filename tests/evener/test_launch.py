@@ -180,9 +180,9 @@ def test_a_wrong_command_line_is_a_one_line_error(
 def test_the_line_to_launch_names_the_users_script() -> None:
     said = write_training_step
     made = plan(["cpu-0-of-1"], workload="my train.py:build")
-    assert said(made, "plan.toml") == "to train by it: evener launch plan.toml 'my train.py'"
+    assert said(made, "plan.toml") == "to train with it: evener launch plan.toml 'my train.py'"
     hosts = said(plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS, workload="train.py:build"), "a.toml")
-    assert hosts == "to train by it, on each of its hosts: evener launch a.toml train.py"
+    assert hosts == "to train with it, on each of its hosts: evener launch a.toml train.py"
     assert said(plan(["sim-0-p100"], workload="train.py:build"), "a.toml") == ""
     assert said(plan(["cpu-0-of-1"], kind="place", workload="train.py:build"), "a.toml") == ""
     assert said(plan(["cpu-0-of-1"], workload="keras_mnist"), "a.toml") == "", "it has no script"

@@ -77,7 +77,7 @@ OTHER = [
     ("exchanged", "a rate by exchanged losses", "goes into the rate of its optimizer"),
     ("exchanged", "gradients by exchanged losses", "goes into its gradients"),
     ("exchanged", "a codebook in the model", "goes into its model"),
-    ("other", "steps by hand", "its rows come from no DataLoader"),
+    ("other", "steps by hand", "its rows don't come from a DataLoader"),
     ("exchanged", "rows counted over ranks", "exchange their numbers of rows by all_reduce"),
     ("objects", "nodes of graphs", "isn't a mean over rows"),
     ("objects", "stopped by a flag", "exchange a flag by all_reduce (run_objects.py:"),

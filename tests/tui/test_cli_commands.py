@@ -136,7 +136,7 @@ def test_the_table_ends_in_a_verdict(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[2].split() == ["device", "name", "share", "ratio", "in", "the", "plan", "alone"]
     assert any(line.startswith("equal shares:") for line in lines)
     assert any(line.startswith("sum of each alone:") for line in lines)
-    advice = next(i for i, line in enumerate(lines) if line.startswith("simulated: Use unequal"))
+    advice = next(i for i, line in enumerate(lines) if line.startswith("simulated: Use the plan"))
     assert lines[advice + 1].startswith("simulated: ")
     assert "evener export" not in output.out, "nobody trains on simulated devices"
     assert lines[-1].endswith(".")
@@ -459,7 +459,11 @@ def test_a_probe_without_gpus_takes_as_many_devices_as_batches(
         (["runs", "show", "nowhere"], 2, "run"),
         (["balance", "--devices", "gpu"], 3, ""),
         (["devices", "--devices", "cpu:99"], 2, "99"),
-        (["run", "--devices", "cpu/1", "--noise", "--", "true"], 2, "on one device there is one"),
+        (
+            ["run", "--devices", "cpu/1", "--noise", "--", "true"],
+            2,
+            "on one device there is only one",
+        ),
         (["fly"], 2, "fly"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -160,7 +160,7 @@ def test_the_doctor_fails_only_if_balance_can_not_run(
     if code:
         assert last.startswith("Not ready: torch.")
     else:
-        by = " by torch" if level == "ok" else ""
+        by = " with torch" if level == "ok" else ""
         assert last == f"Ready: evener balance will use SIM:0, SIM:1{by}."
     assert run(["doctor", "--json"]) == json.loads(capsys.readouterr().out)["exit_code"] == code
 

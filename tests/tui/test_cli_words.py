@@ -224,7 +224,7 @@ def test_a_comparison_goes_on_as_one(capsys: pytest.CaptureFixture[str]) -> None
     assert "equal shares" in resumed
     assert "pack" not in resumed
     assert run(["compare", "--resume", "last", "--layouts", "solo"]) == 2
-    assert "the layouts that it began with" in capsys.readouterr().err
+    assert "the layouts that it started with" in capsys.readouterr().err
     assert run(["balance", *pair]) == 0
     capsys.readouterr()
     assert run(["compare", "--resume", "last"]) == 2

@@ -126,7 +126,7 @@ async def test_a_newcomer_balances_writes_the_plan_and_trains_by_it(
         await until(pilot, lambda: "(o) train.py:build" in text(app, "#pick-workload"), "it")
         await pilot.press("ctrl+s")
         await until(pilot, lambda: app.balance.ended, "the result")
-        await until(pilot, lambda: "g train by it here" in text(app, "#result"), "the keys")
+        await until(pilot, lambda: "g train with it here" in text(app, "#result"), "the keys")
         await pilot.press("e")
         await until(pilot, lambda: app.screen.query("#path"), "the path")
         await pilot.press("enter")

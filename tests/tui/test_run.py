@@ -84,7 +84,7 @@ def test_an_unchanged_program_learns_the_same_by_other_shares(
     assert first["weights"] == second["weights"]
     assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
     assert first["evaluated"] == evenly[0]["evaluated"]
-    assert "6+2 = 8 rows a step, by DistributedDataParallel and DataLoader" in errors
+    assert "6+2 = 8 rows a step, with DistributedDataParallel and DataLoader" in errors
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_shares_of_another_model_are_not_taken_again(tmp_path: Path, trainer_ran
         trainer_ranks, f"{SCRIPTS}.run_by_last_shares", str(plan), str(notes), PROGRAM, world=2
     )
     said = train("another model", 8)[0]["said"]
-    assert "4+4 = 8 rows a step, by DistributedDataParallel" in said
+    assert "4+4 = 8 rows a step, with DistributedDataParallel" in said
     assert said.count("the last training's shares were of another model or batch") == 1
     (model,) = {note.model for note in read_notes(notes)}
     assert "6+2 = 8 rows a step" in train(model, 8)[0]["said"]
@@ -151,7 +151,7 @@ def test_a_trainer_learns_the_same_by_other_shares(train: Ranks) -> None:
     evenly, (first, second) = train(TRAINER, "transformers.trainer")
     assert first["weights"] == second["weights"]
     assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
-    assert "3+1 = 4 rows a step, by Trainer, a transformers.Trainer" in first["said"]
+    assert "3+1 = 4 rows a step, with Trainer, a transformers.Trainer" in first["said"]
     assert first["said"].count("it is a sum, not a mean over rows") == 1  # the second training
     assert first["last trainer"] == "SumTrainer"
 
@@ -160,7 +160,8 @@ def test_a_trainer_learns_the_same_by_other_shares(train: Ranks) -> None:
 def test_a_trainer_with_batches_of_its_own_learns_the_same_by_other_shares(train: Ranks) -> None:
     """The batches of all ranks in a step are one global batch, however they are made."""
     evenly, by_shares = train(BUCKETED, "transformers.trainer")
-    assert "6+2 = 8 rows a step, by DistributedDataParallel and DataLoader" in by_shares[0]["said"]
+    said = by_shares[0]["said"]
+    assert "6+2 = 8 rows a step, with DistributedDataParallel and DataLoader" in said
     for now, own, share in zip(by_shares, evenly, (6, 2), strict=True):
         assert own["rows"] == [4] * 18
         assert [rows for rows in now["rows"] if rows == share]
@@ -176,7 +177,7 @@ def test_a_loss_that_transformers_multiplies_by_the_processes_stays_so(train: Ra
     for name in ("classes", "masked", "masked unevenly"):
         assert difference(found[name]["weights"], evenly[name]["weights"]) <= 1e-12
         assert found[name]["logged"] == pytest.approx(evenly[name]["logged"], rel=1e-6)
-    assert found["said"].count("3+1 = 4 rows a step, by Trainer") == 2
+    assert found["said"].count("3+1 = 4 rows a step, with Trainer") == 2
     assert "its loss is 2 times the mean, as by its own launcher" in found["said"]
     assert found["said"].count("a mean over a rank's own labels") == 1
 
@@ -184,7 +185,7 @@ def test_a_loss_that_transformers_multiplies_by_the_processes_stays_so(train: Ra
 @pytest.mark.slow
 def test_a_lightning_trainer_learns_and_logs_the_same_by_other_shares(train: Ranks) -> None:
     evenly, by_shares = train(LIGHTNING, "lightning")
-    assert "6+2 = 8 rows a step, by lightning.Trainer" in by_shares[0]["said"]
+    assert "6+2 = 8 rows a step, with lightning.Trainer" in by_shares[0]["said"]
     # the second training
     assert by_shares[0]["said"].count("it is a sum, not a mean over rows") == 1
     for now, own, epoch in zip(by_shares, evenly, ([6] * 5 + [5], [2] * 5 + [1]), strict=True):

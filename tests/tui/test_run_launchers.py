@@ -72,7 +72,7 @@ def test_a_launcher_s_own_processes_train_by_shares(
     assert first["rows"] == [4, *[6] * 5, 3, *[6] * 6, 3]
     assert second["rows"] == [4, *[2] * 5, 1, *[2] * 6, 1]
     assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
-    assert errors.count("6+2 = 8 rows a step, by DistributedDataParallel and DataLoader") == 1
+    assert errors.count("6+2 = 8 rows a step, with DistributedDataParallel and DataLoader") == 1
     assert "[rank" not in errors  # torchrun's own lines are unchanged
     assert {each.address for each in log.seen} == {"127.0.0.1"}
 

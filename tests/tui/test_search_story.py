@@ -253,8 +253,8 @@ def test_a_result_begins_with_its_figure_and_the_advice_and_says_each_once() -> 
     figure, advice, *rows = [row.text.strip() for row in result_lines(state, 198, 40, ())]
     assert figure.startswith(write_verdict(run.end.found).rate)
     assert "826 + 571 on SIM:0 + SIM:1" in figure
-    assert advice == "Use unequal shares by the plan."
-    assert not any("826 + 571" in row or "Use unequal" in row for row in rows)
+    assert advice == "Use the plan's unequal shares."
+    assert not any("826 + 571" in row or "Use the plan" in row for row in rows)
 
 
 def test_an_advice_other_than_the_fastest_layout_stands_before_it() -> None:

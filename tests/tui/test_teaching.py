@@ -57,7 +57,7 @@ async def test_a_screen_without_rows_offers_nothing_that_needs_one(app_of: Any) 
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("3")
-        await until(pilot, lambda: "No run yet" in text(app, "#runs"), "the empty list")
+        await until(pilot, lambda: "No runs yet" in text(app, "#runs"), "the empty list")
         await until(pilot, lambda: "Enter" not in text(app, "#keys"), "the keys")
         assert "Compare" not in text(app, "#keys")
         assert app.screen.query_one("#runs").size.height > 18

@@ -375,7 +375,7 @@ def test_a_wide_interval_leaves_a_blank_before_the_bar(events: Any) -> None:
 
 
 def test_a_warning_that_is_cut_says_so(events: Any) -> None:
-    long = ("Measured on simulated devices, whose speeds are written down, not on hardware.",)
+    long = ("Measured on simulated devices, whose speeds are read from a file, not on hardware.",)
     assert _text(warning_lines(long, 40, 1)).endswith("…")
     assert "…" not in _text(warning_lines(long, 40, 3))
     assert warning_lines(long, 40, 0) == ()

@@ -249,7 +249,7 @@ def test_a_training_below_its_plan_without_a_cause_says_so(script: Any) -> None:
     text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 100))
     assert "82 % of the plan's 10 000" in text
     said = " ".join(text.split())
-    assert "No cause was found. Of a step take at most: input 1 %, waiting 0 %" in said
+    assert "No cause was found. Of a step, input takes at most 1 %, waiting 0 %" in said
     assert "Threads wait for cores 0 % of the time" in said
 
 

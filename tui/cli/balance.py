@@ -72,7 +72,7 @@ def balance(
     if dry_run:
         if resume is not None or export is not None:
             raise RequestError(
-                "--dry-run makes no plan and goes on with no run.",
+                "--dry-run makes no plan and can't continue a run.",
                 "Leave --resume and --export out.",
             )
         return _run_dry(make_job(request), as_json)
@@ -87,7 +87,8 @@ def balance(
     check_export(export)
     if knobs is not None and resume is not None:
         raise RequestError(
-            "A run goes on with what it began to try.", "Leave --try out, or start a new one."
+            "A continued run keeps the --try that it started with.",
+            "Leave --try out, or start a new one.",
         )
     if knobs is not None:
         run = begin(make_job_with_knobs(request, parse_words(knobs) or ()))
@@ -213,7 +214,7 @@ def _resume_comparison(request: Request, resume: str, fixed_option: str | None) 
     """
     if fixed_option:
         raise RequestError(
-            "A comparison goes on with the layouts that it began with.",
+            "A continued comparison keeps the layouts that it started with.",
             "Leave --layouts and --try out, or start a new one.",
         )
     if runs.load_run(resume).header.request.compare is None:

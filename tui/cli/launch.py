@@ -91,7 +91,7 @@ def launch(
         str,
         typer.Option(
             "--grace",
-            help="How long processes may go on after SIGTERM, to save a checkpoint.",
+            help="How long processes may run after SIGTERM, to save a checkpoint.",
         ),
     ] = "30s",
     ray: Annotated[
@@ -103,12 +103,12 @@ def launch(
         bool,
         typer.Option(
             " /--no-plan-check",
-            help="Allow a script that never reads the plan, as it divides the rows itself.",
+            help="Allow a script that never reads the plan because it divides the rows itself.",
         ),
     ] = True,
     as_json: SummaryOption = False,
 ) -> int:
-    """Train by a plan: start the script once for each of its devices, as torchrun does; for Keras
+    """Train with a plan: start the script once for each of its devices, as torchrun does; for Keras
     with TF_CONFIG.
 
     Split() and with_plan(Trainer) in the script find the plan by themselves.
@@ -324,6 +324,6 @@ def _check_several(plan: Plan) -> None:
     # The noise scale is computed from differences between the gradients of several devices.
     if len(plan.layout.active) == 1:
         raise RequestError(
-            "--noise compares the processes of a training, and on one device there is one.",
+            "--noise compares a training's processes, and on one device there is only one.",
             "Leave --noise out, or give two devices.",
         )

@@ -124,7 +124,7 @@ def _conclude(checks: Sequence[Check], devices: str) -> str:
     if broken:
         return f"Not ready: {', '.join(broken)}. evener demo and simulated devices work meanwhile."
     frameworks = {check.name for check in checks if check.level == "ok"} & FRAMEWORKS
-    by = f" by {' or '.join(sorted(frameworks))}" if frameworks else ""
+    by = f" with {' or '.join(sorted(frameworks))}" if frameworks else ""
     return f"Ready: evener balance will use {devices}{by}."
 
 

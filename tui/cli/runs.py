@@ -236,7 +236,7 @@ def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
 def _describe_trained(trained: Trained) -> str:
     times = "1 training" if trained.trainings == 1 else f"{trained.trainings} trainings"
     return (
-        f"{times} by this plan so far; the last reached {rate(trained.samples_per_second)} "
+        f"{times} with this plan so far; the last reached {rate(trained.samples_per_second)} "
         f"samples/s, {percent(trained.part)} of the plan's"
         + (f": {trained.write_reason()}" if trained.falls_short else "")
     )
@@ -275,7 +275,7 @@ def compare(
     after: Annotated[str, typer.Argument(metavar="B", help="Another one; `last` is the newest.")],
     most: Annotated[
         str,
-        typer.Option("--max-slowdown", metavar="PERCENT", help="That B may be slower than A."),
+        typer.Option("--max-slowdown", metavar="PERCENT", help="How much slower B may be than A."),
     ] = "5%",
     as_json: JsonOption = False,
 ) -> int:

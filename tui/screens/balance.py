@@ -35,7 +35,7 @@ class BalanceScreen(RunActions, PanelScreen):
         Binding("x", "stop", "Stop"),
         Binding("c", "go_on", "Continue"),
         Binding("e", "export", "Write the plan"),
-        Binding("g", "train_here", "Train by it here"),
+        Binding("g", "train_here", "Train with it here"),
         Binding("w", "report", "Report"),
         Binding("enter", "read_all", "Everything", key_display="Enter", show=False),
         Binding("t", "traceback", "Traceback"),
@@ -65,7 +65,7 @@ class BalanceScreen(RunActions, PanelScreen):
         """Return the keys to show in the result panel, except those that have no effect now."""
         keys = [
             KeyHint("e", "write the plan"),
-            KeyHint("g", "train by it here"),
+            KeyHint("g", "train with it here"),
             KeyHint("w", "report"),
             KeyHint("enter", "everything", "Enter"),
             KeyHint("n", "new search"),

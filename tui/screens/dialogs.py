@@ -297,7 +297,7 @@ _KEYS = {
     ),
     "Runs": (
         ("Space", "compare this run with the one under the cursor"),
-        ("Enter", "everything that it has come to"),
+        ("Enter", "everything that it found"),
         ("r", "replay its journal"),
         ("d Delete", "delete, after asking"),
         ("F5", "reload"),
@@ -305,7 +305,7 @@ _KEYS = {
     "A run that has ended": (
         ("c", "continue: measure more"),
         ("e", "write the plan as TOML or JSON"),
-        ("g", "go: train your script by the plan, here; x on Trainings stops it"),
+        ("g", "go: train your script with the plan, here; x on Trainings stops it"),
         ("w", "write the report as HTML"),
         ("t", "the traceback, if something failed"),
     ),
@@ -341,7 +341,7 @@ def _legend(width: int) -> list[Line]:
         (f"{Mark.DENIED} denied", "this user may not read it", "dim"),
         (f"{Mark.LOST} lost", "the device or its driver is gone", "bad"),
         (f"{Mark.STALE}62", "an old value; details say how old", "dim"),
-        (Mark.SIMULATED, "ran on simulated devices, whose speeds are written down", "warn"),
+        (Mark.SIMULATED, "ran on simulated devices, whose speeds are read from a file", "warn"),
         (Mark.ALARM, "the device reported an error; details say which", "bad"),
         (
             "12P",

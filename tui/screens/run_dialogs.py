@@ -103,7 +103,7 @@ def errors_dialog(run: str) -> DetailsDialog:
     text = (
         f"{path}\n\n{own_frames(text)}{text}"
         if text
-        else "No child of this run has written an error."
+        else "No process of this run has written an error."
     )
     return DetailsDialog(
         "Traceback", functools.cache(lambda width: whole_lines(text, width)), wide=True
@@ -228,10 +228,10 @@ class TrainDialog(FieldDialog):
         command = find_training_command(plan, path)
         writes = "" if is_written else f"writes {path} and "
         hint = (
-            f"Enter {writes}starts this here; add the script's own arguments. The training goes on "
-            f"when evener is left."
+            f"Enter {writes}starts this here; add the script's own arguments. It keeps running "
+            f"after you quit evener."
         )
-        super().__init__("Train by it", Input(command, id="line", compact=True), hint)
+        super().__init__("Train with this plan", Input(command, id="line", compact=True), hint)
         self.add_class("-wide")
         self._plan = plan
         self._run = run

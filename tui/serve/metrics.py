@@ -295,7 +295,7 @@ _TRAININGS = (
     (
         "evener_plan_samples_per_second",
         "plan_samples_per_second",
-        "Samples/s of the whole training by its plan.",
+        "Samples/s of the whole training according to its plan.",
     ),
 )
 
@@ -371,7 +371,7 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
     late = ((labels, each.late_seconds(time.time())) for labels, each in named.items())
     yield _gauge(
         "evener_report_late_seconds",
-        "For how long the rank's next report is due.",
+        "How long the rank's next report is overdue.",
         TRAINING_LABELS,
         late,
     )

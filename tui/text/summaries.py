@@ -241,8 +241,8 @@ def about_lines(plan: Plan, verdict: Verdict | None, width: int | None) -> list[
     lines = []
     if verdict.simulated:
         lines.append(
-            "simulated: the devices' speeds are written down, not measured on hardware, and "
-            "seconds are simulated ones"
+            "simulated: the devices' speeds are read from a file, not measured on "
+            "hardware, and seconds are simulated"
         )
     framework = "" if plan.framework == "none" else f" with {plan.framework}"
     if plan.workload:
@@ -385,7 +385,7 @@ def _find_reason(plan: Plan, position: int, solo: Evidence, batch: int) -> str:
     if solo.layout.global_batch != batch:
         return f"faster with another batch than the {batch} samples that are compared"
     if not is_known(throughput_interval(solo.throughput)):
-        return "measured too roughly alone to compare"
+        return "measured alone, too imprecisely to compare"
     within = plan.layout.share[position].ratio * plan.throughput.samples_per_second
     if within > solo.throughput.samples_per_second:
         return "slower alone than in the plan, and not compared"

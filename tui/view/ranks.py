@@ -340,10 +340,10 @@ def _format_limit(
         own, waited = step_time(blamed_rows[0].own_work_s), step_time(longest_wait_s)
         return f"{limit.by} takes {own} for its share; others wait up to {waited} for it"
     if limit.kind == LimitKind.EXCHANGE:
-        return f"The exchange of gradients takes {took} that no computation overlaps"
+        return f"The exchange of gradients takes {took} that computing doesn't hide"
     if limit.kind == LimitKind.HOST_STARVED:
-        by = f", which others have: {plain(limit.by, 120)}" if limit.by else ""
-        return f"Want of cores: threads wait for one {percent(limit.share)} of the time{by}"
+        by = f"; others use the cores: {plain(limit.by, 120)}" if limit.by else ""
+        return f"Threads wait for cores {percent(limit.share)} of the time{by}"
     if limit.kind == LimitKind.HOST_LAUNCHES:
         return f"The GPU waits for the host that starts kernels, in {took} of own work"
     if limit.kind == LimitKind.BETWEEN:

@@ -24,8 +24,8 @@ REASONS: dict[Stage, str] = {
     Stage.PART: "One device alone on its rows of a model that is cut over the devices.",
     Stage.SPLIT: "A real step over several devices: what exchanging gradients costs.",
     Stage.SHARD: "A whole step of a model that is cut over the devices.",
-    Stage.RACE: "The candidates in turns, so that a machine that gets slower is fair to all of "
-    "them.",
+    Stage.RACE: "The candidates in turns, so that a machine that slows down affects all of them "
+    "alike.",
     Stage.PACK: "Several trainings side by side on one device.",
     Stage.KNOBS: "The winner with another precision or compiler.",
     Stage.CHECK: "The chosen layout once more: this rate had no part in choosing it.",

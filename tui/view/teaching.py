@@ -27,15 +27,15 @@ class Lesson(NamedTuple):
 
 BALANCE = Step("2", "find the fastest split of these devices", "app.show('balance')")
 TRAINING_STEPS = (
-    Step("evener run -- python train.py", "train by shares, the script unchanged"),
-    Step("evener launch plan.toml train.py", "train by a plan"),
+    Step("evener run -- python train.py", "train your script unchanged, balanced"),
+    Step("evener launch plan.toml train.py", "train with a plan"),
     BALANCE,
     Step("evener demo", "no GPU: watch two simulated cards"),
 )
 NO_TRAINING = Lesson("No training reports here.", TRAINING_STEPS)
 NO_PROCESS = Lesson("No process is on these devices.", TRAINING_STEPS)
 NO_RUN = Lesson(
-    "No run yet: a search keeps all that it measured.",
+    "No runs yet: a search keeps everything that it measures.",
     (
         BALANCE,
         Step("evener balance -w train.py:build", "the same in a terminal"),
@@ -45,14 +45,14 @@ NO_RUN = Lesson(
 
 
 PHASES_IN_WORDS = (
-    ("alone", "each device by itself, at growing batches, until memory ends or it gets no faster"),
+    ("alone", "each device alone, with growing batches, until memory is full or it gets no faster"),
     ("split", "real steps over several devices: what the exchange of gradients costs"),
     ("race", "the fastest layouts in turns, beside equal shares and the best device alone"),
     ("check", "the winner once more"),
 )
 SEARCH_WORDS = (
-    "Nothing that they learn is kept. p pauses and x stops it, and the best plan so far stays; the "
-    "search goes on while you look at another screen."
+    "What these steps train isn't kept. p pauses and x stops it, and the best plan so far is kept; "
+    "the search goes on while you look at another screen."
 )
 
 

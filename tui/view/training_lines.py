@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from evener.balancer.number_format import (
     duration,
     group_digits,
+    join_words,
     percent,
     rate,
     step_time,
@@ -320,17 +321,17 @@ def _list_excluded_causes(row: TrainingRow) -> str:
     """Say that no cause was found, and what fraction of a step each usual cause takes at most."""
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
-        return "No cause was found: this training reports no parts of its steps."
+        return "No cause was found: this training doesn't report the parts of its steps."
     longest = {
-        "input": max(step.input_s for step in steps),
+        "input takes at most": max(step.input_s for step in steps),
         "waiting": max(step.waiting_s for step in steps),
         "the exchange": max(step.exchange_s for step in steps),
-        "what lies between steps": max(step.between_s for step in steps),
+        "work between steps": max(step.between_s for step in steps),
     }
     step_s = max(step.step_s for step in steps)
-    longest_parts = ", ".join(f"{name} {percent(part / step_s)}" for name, part in longest.items())
+    parts = join_words([f"{name} {percent(part / step_s)}" for name, part in longest.items()])
     return (
-        f"No cause was found. Of a step take at most: {longest_parts}. Threads wait for cores "
+        f"No cause was found. Of a step, {parts}. Threads wait for cores "
         f"{percent(row.starved)} of the time; no device is throttled, and no other process is "
         f"seen on one. So own work itself takes longer than when the plan was measured."
     )
