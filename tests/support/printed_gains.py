@@ -41,8 +41,8 @@ WHOLE = re.compile(r"^(?:together|in all) +(?P<samples>\d+)")
 MORE = re.compile(rf"(?P<rate>{NUMBER}) samples/s, (?P<more>[\d.]+) % more")
 WITHIN = re.compile(r"\(--tolerance (?P<part>[\d.]+) %\)")
 FASTER_ALONE = re.compile(
-    r"; (?P<names>[^;]+?) (?:was|were) (?P<why>faster with another batch|measured too roughly alone"
-    r"|slower alone than in the plan|faster alone than the plan)"
+    r"; (?P<names>[^;]+?) (?:was|were) (?P<why>faster with another batch"
+    r"|measured alone, too imprecisely|slower alone than in the plan|faster alone than the plan)"
 )
 INSIDE = re.compile(rf"^(?!together|in all)(?P<device>\S+) .* \d\.\d{{3}} +(?P<rate>{NUMBER}|-)  ")
 TWINS = re.compile(
