@@ -98,8 +98,8 @@ def run_app(
 def _is_first_start(options: Mapping[str, Any]) -> bool:
     """Return whether to show the welcome dialog.
 
-    It appears only on a terminal, if there are no stored runs, and not in a read-only app or in a
-    replay.
+    It appears only on a terminal, and only if there are no stored runs. A read-only app or a replay
+    doesn't show it.
     """
     from evener.balancer.store.runs import have_runs
 

@@ -159,7 +159,10 @@ def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
 
 
 def check_export(path: Path | None) -> None:
-    """Raise RequestError if the plan can't be written to `path`, before a long search begins."""
+    """Raise RequestError if the plan can't be written to `path`, before a long search begins.
+
+    Does nothing if `path` is None.
+    """
     if path is not None:
         check_plan_file(path, "--export")
         check_replaceable(path)

@@ -239,8 +239,8 @@ def _ranking_row(
 ) -> tuple[str, ...]:
     """Return the table cells of a layout in the ranking.
 
-    `with_tokens` and `with_energy` add cells for tokens/s and energy. The layout's bar is full at
-    `max_speed` samples/s.
+    `with_tokens` and `with_energy` add cells for tokens/s and energy. One cell has a bar, which is
+    full at `max_speed` samples/s.
     """
     # The faint end of the bar is the 95 % interval.
     throughput = evidence.throughput

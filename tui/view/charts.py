@@ -124,8 +124,8 @@ def draw_reading(
 def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
     """Return a function that picks the tone of a temperature in °C.
 
-    From 10 °C below the limit at which the device slows down, the tone is a warning; from 3 °C
-    below it, an alarm.
+    The tone is a warning from 10 °C below the limit at which the device slows down, and an alarm
+    from 3 °C below it.
     """
     limit = sample.temperature_limit_celsius.current or 90.0
 

@@ -146,7 +146,7 @@ def measure_on_device(
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """Return how long a rank's report is overdue in seconds, or 0 if it is only slightly late."""
+    """Return how many seconds a rank's report is overdue, or 0 if it is only slightly late."""
     late_s = report.late_seconds(at_seconds)
     return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
 

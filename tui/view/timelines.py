@@ -184,7 +184,7 @@ def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
 def _axis_top(sample: DeviceSample, metric: GraphMetric, values: Sequence[float | None]) -> float:
     """Return the upper end of a metric's axis for one device.
 
-    If the metric has no fixed end, it is a round number that is at least the highest of `values`.
+    Unless the metric has a fixed end, this is a round number, at least the highest of `values`.
     """
     given = metric.top(sample)
     if given:

@@ -111,7 +111,7 @@ def _graph_cells(width: int, columns: int) -> int:
 def _max_columns(width: int, limit: int, ticks: float) -> int:
     """Return how many graphs fit side by side, up to `limit`.
 
-    Each of the `ticks` readings must have a column of dots of its own.
+    Each graph needs a column of dots for each of the `ticks` readings.
     """
     fine = [each for each in range(1, limit + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)

@@ -215,7 +215,7 @@ def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _format_duration(seconds: float) -> str:
-    """Format a duration within a step. Very short ones become "0 ms"."""
+    """Format the duration of a part of a step. Very short ones become "0 ms"."""
     return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
 
 

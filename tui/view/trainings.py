@@ -174,7 +174,7 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """Add a high CPU load as a cause if a run is slower than planned for no other known cause."""
+    """Add a high CPU load as the cause if a run is slower than planned and no cause is known."""
     # A high load only suggests that the training's threads wait for cores. It is used because not
     # every kernel reports how long threads wait.
     late = 0 < row.of_plan < AS_PLANNED

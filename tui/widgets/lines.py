@@ -82,7 +82,7 @@ class Lines(UsesApp, Widget):
         return "\n".join(line.text for line in self._lines)
 
     def redraw(self) -> None:
-        """Draw the content again, for example in a new size; subclasses override it."""
+        """Draw the content again, for example after a change of size; subclasses override it."""
 
     def show(self, lines: Sequence[Line]) -> None:
         """Replace the shown lines."""

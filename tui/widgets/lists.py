@@ -219,7 +219,7 @@ class SortedPanel(ListPanel[RowT]):
         self.action_sort(keys[(keys.index(self.order.key) + 1) % len(keys)])
 
     def action_reverse(self) -> None:
-        """Reverse the order."""
+        """Reverse the sort order."""
         self.action_sort(self.order.key)
 
     def action_sort(self, key: str) -> None:
