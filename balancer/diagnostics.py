@@ -228,7 +228,10 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """Check all frameworks in parallel; a problem counts only if no framework works."""
+    """Check all frameworks in parallel, given the number of GPUs that the driver lists.
+
+    One working framework is enough. If there is one, problems of the others are only notes.
+    """
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
     # one working framework is enough: a problem with the other is then only a note

@@ -56,7 +56,7 @@ Report = Callable[[ProbeProgress], None]  # may be called from any thread
 
 
 class Observed(msgspec.Struct, frozen=True, tag=True):
-    """A probe has ended: its outcome, the updated predictions, and the best layout so far."""
+    """A probe has ended. The event has its outcome, new predictions, and the best layout so far."""
 
     seen: Observation
     belief: Belief

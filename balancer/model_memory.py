@@ -1,6 +1,6 @@
 """Memory for parameters, gradients and optimizer state, in bytes per parameter.
 
-Adapters of LoRA are assumed to have a hundredth of the model's parameters, as with rank 16 on all
+LoRA adapters are assumed to have a hundredth of the model's parameters, as with rank 16 on all
 linear layers of models with 1 to 8 billion parameters.
 """
 

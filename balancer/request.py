@@ -78,7 +78,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
         request = self.request
         devices = self.devices
         micro = allows_passes(request, self.framework)
-        hosts = _number(device.host for device in devices)
+        hosts = _number_distinct(device.host for device in devices)
         return Problem(
             devices=len(devices),
             memory_bytes=tuple(device.usable_memory_bytes for device in devices),
@@ -92,12 +92,12 @@ class Job(msgspec.Struct, frozen=True, dict=True):
             objective=request.objective,
             max_slowdown=request.max_slowdown,
             hosts=hosts if any(hosts) else (),
-            limits=_number(device.limit.percent for device in devices),
+            limits=_number_distinct(device.limit.percent for device in devices),
             shards=self.framework == "torch" and not self.simulated,
         )
 
 
-def _number(values: Iterable[object]) -> tuple[int, ...]:
+def _number_distinct(values: Iterable[object]) -> tuple[int, ...]:
     """Number the distinct values from 0, and return the number of each value."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)

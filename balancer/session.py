@@ -41,12 +41,12 @@ FIRST_SECONDS = {
 
 
 class Session(EventThread):
-    """A search that runs in its own thread; it begins with an open run and ends with a plan.
+    """A search that runs in its own thread, starting from an open run.
 
-    Iterate over `events()`. The last event is Finished; without a plan, NoLayoutError is raised
-    instead. If the journal can't be written any more, the search ends early, and UnwrittenError is
-    raised after Finished. The run is closed at the end. Raises RequestError or DeviceError if the
-    search can't begin.
+    Iterate over `events()`. The last event is Finished, with the plan. If there is no plan,
+    NoLayoutError or DeviceError is raised instead. If the journal can't be written any more, the
+    search ends early, and UnwrittenError is raised, after Finished if there is a plan. The run is
+    closed at the end. Raises RequestError or DeviceError if the search can't begin.
     """
 
     def __init__(self, run: OpenRun) -> None:

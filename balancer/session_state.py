@@ -235,7 +235,7 @@ def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
         name = f"{labels[layout.active[0]]} alone"
         found.append(_rival("best_device", name, single.throughput, layout.shares, labels))
     if compares and len(solos) == len(labels):
-        found += _sum([each.throughput for each in solos])
+        found += _make_sum_row([each.throughput for each in solos])
     return tuple(found)
 
 
@@ -291,7 +291,7 @@ def plan_rivals(
     solos = alone_at_batch(plan) if at_plan_batch else best_alone(plan)
     return (
         *(_plan_rival(plan, each, labels) for each in shown),
-        *_sum([throughput_interval(each.throughput) for each in solos.values()]),
+        *_make_sum_row([throughput_interval(each.throughput) for each in solos.values()]),
     )
 
 
@@ -411,7 +411,7 @@ def throughput_interval(throughput: Throughput) -> Interval:
     return Interval(throughput.samples_per_second, throughput.low, throughput.high)
 
 
-def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
+def _make_sum_row(solos: list[Interval]) -> tuple[RatedLayout, ...]:
     """Return the sum of the devices' throughputs as a row of the comparison.
 
     Returns an empty tuple for fewer than two devices.

@@ -143,7 +143,7 @@ def package_of(name: str) -> str:
 
 
 def find_library_imports(script: Path) -> tuple[str, ...]:
-    """Return what a script imports at its top level from libraries that can be imported early.
+    """Return a script's top-level imports from libraries that can safely be imported in advance.
 
     Returns nothing if the script may set environment variables, because libraries read them when
     they are imported.

@@ -69,7 +69,7 @@ def _explain_failures(
     `failures` describes what happened on each device.
     """
     header, seen = record.header, record.observations
-    if _lost_all(seen):
+    if _lost_every_device(seen):
         remedy = find_backend(header.devices[0].kind).remedy
         return DeviceError(f"No device could be measured: {'; '.join(failures)}.", remedy)
     budget = header.request.budget_seconds
@@ -97,7 +97,7 @@ def _explain_failures(
     return NoLayoutError(" ".join([f"No layout could be measured: {why}.", *adapters]), remedy)
 
 
-def _lost_all(observations: Sequence[Observation]) -> bool:
+def _lost_every_device(observations: Sequence[Observation]) -> bool:
     """Return whether all probes failed because the device itself failed."""
     return all(
         isinstance(observation, Failed) and observation.cause == "device"
@@ -145,7 +145,7 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
         observation for observation in record.observations if observation.probe.stage in SHARDED
     ]
     failed = next((one for one in tried if isinstance(one, Failed)), None)
-    full = _active(tried, OutOfMemory) - _active(tried, Timed)
+    full = _find_positions(tried, OutOfMemory) - _find_positions(tried, Timed)
     if failed is not None:
         yield f"in shards it failed: {failed.detail.rstrip('.')}"
     elif full:
@@ -214,7 +214,7 @@ def _write_smallest_steps(
     return f"{join_words(written)} ({size(state.gathered_bytes)} of it are gathered units)"
 
 
-def _active(observations: Sequence[Observation], outcome: type[Observation]) -> set[int]:
+def _find_positions(observations: Sequence[Observation], outcome: type[Observation]) -> set[int]:
     """Return the positions of all devices that took part in a probe with this kind of outcome."""
     return {
         i

@@ -818,7 +818,7 @@ def _find_ran_out(
 
 
 def _find_overruns(end: SearchEnd, observations: Sequence[Observation]) -> tuple[Unfinished, ...]:
-    """Return the probes whose start-up took unusually long and hadn't ended when the search ended.
+    """Return the probes that were still starting at the end of the search, and took unusually long.
 
     Their time so far is compared with the start-up of other probes. So probes that had only just
     been started when the budget ended aren't returned.

@@ -30,7 +30,7 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
         return None
     found = Learning(batch)
     if scale is not None and request.global_batch is None:
-        found = _find_worth(scale, own, report)
+        found = _find_sample_worth(scale, own, report)
     if own is not None and own != batch:
         gain = rate_gain(own, batch, scale.safe_rows) if scale else batch / own
         found = msgspec.structs.replace(
@@ -43,7 +43,7 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
     return None if found == Learning(batch) else found
 
 
-def _find_worth(scale: NoiseScale, own_batch: int | None, report: SearchReport) -> Learning:
+def _find_sample_worth(scale: NoiseScale, own_batch: int | None, report: SearchReport) -> Learning:
     """Return how much each sample of the recommended batch contributes to learning.
 
     The contribution is relative to that of a sample in a very small batch. The result also contains

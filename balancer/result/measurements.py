@@ -43,7 +43,7 @@ CHANGED = 0.1  # relative difference of two measurements of one layout
 def find_doubts(
     observations: Sequence[Observation], chosen: Layout, error: float | None = None
 ) -> tuple[MeasurementDoubt, ...]:
-    """Return the warnings about a search's measurements, at most one of each kind.
+    """Return the warnings about a search's measurements, at most one for each code (e.g. "noisy").
 
     - A NaN or infinite loss, and measurements of one layout that disagree, are reported for any
       layout. Most other warnings are only reported for the chosen one.

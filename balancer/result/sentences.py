@@ -597,7 +597,10 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _pick_named(rivals: Sequence[Rival]) -> list[Rival]:
-    """Return the first few layouts, and the others that have a line of their own in the result."""
+    """Return the layouts that a sentence names: the first few, and those with a line of their own.
+
+    Equal shares and single devices have a line of their own in the result.
+    """
     listed = [one for one in rivals[MOST_NAMED:] if one.kind in ("equal_shares", "one_device")]
     return [*rivals[:MOST_NAMED], *listed]
 

@@ -88,13 +88,13 @@ def find_training_limits(
     looks = _list_detailed_probes(observations, layout)
     measured = _Measured(layout, turns, looks, step_s)
     parts = (
-        *_find_input(measured),
-        *_find_host(measured),
+        *_find_input_wait(measured),
+        *_find_host_waits(measured),
         *_find_exchange(measured, devices),
-        *_find_update(measured),
-        *_find_idle(measured),
-        *_find_memory(measured, observations, devices),
-        *_find_slowed(measured, devices),
+        *_find_update_time(measured),
+        *_find_own_code_time(measured),
+        *_find_lack_of_memory(measured, observations, devices),
+        *_find_slow_compute(measured, devices),
     )
     return (*find_limits(step_s, parts), *_find_equal_split(report))
 
@@ -180,7 +180,7 @@ class _Measured:
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
         return own * (self.share(position, name) or 0.0)
 
-    def waited_for_neighbours(self, position: int) -> float:
+    def seconds_waiting_for_others(self, position: int) -> float:
         """Return how many seconds per step a device's kernels wait because of other processes."""
         parts = [part for _, part in self.list_breakdowns(position)]
         parts = [part for part in parts if _is_whole_sample(part)] or parts
@@ -225,7 +225,7 @@ class _Measured:
         return seconds * self.step_s / self.closer.step_seconds
 
 
-def _find_input(measured: _Measured) -> Iterator[StepPart]:
+def _find_input_wait(measured: _Measured) -> Iterator[StepPart]:
     """Yield how long a step waits for the data loader."""
     seconds = measured.longest_seconds("input_seconds")
     step = _find_step_without_input(measured)
@@ -273,7 +273,7 @@ def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
     return mean, max(fmean(errors), apart, usual)
 
 
-def _find_host(measured: _Measured) -> Iterator[StepPart]:
+def _find_host_waits(measured: _Measured) -> Iterator[StepPart]:
     """Yield how long a step waits for kernel launches, and for CPU cores used by other programs."""
     starved = measured.longest_seconds("starved_seconds") or 0.0
     named = [
@@ -371,7 +371,7 @@ def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float
     return fmean(shares) if shares else None
 
 
-def _find_update(measured: _Measured) -> Iterator[StepPart]:
+def _find_update_time(measured: _Measured) -> Iterator[StepPart]:
     """Yield the time that the optimizer's update takes."""
     update = measured.longest_seconds("update_seconds")
     if update is not None:
@@ -387,7 +387,7 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
         )
 
 
-def _find_memory(
+def _find_lack_of_memory(
     measured: _Measured, observations: Sequence[Observation], devices: Sequence[Device]
 ) -> Iterator[StepPart]:
     """Yield the time lost because the slowest devices need gradient accumulation.
@@ -453,7 +453,7 @@ def _is_whole_sample(part: PartSeconds) -> bool:
     return part.busy is None or part.busy >= LEAST_BUSY
 
 
-def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
+def _find_slow_compute(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
     """Yield the time lost to heat, to a power limit, and to other processes on the device."""
     # of the devices that the others wait for, the one that loses most counts
     for kind in (LimitKind.HEAT, LimitKind.POWER):
@@ -461,7 +461,7 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
         most = max(lost, key=lost.__getitem__)
         error_s = bound_error(lost[most], measured.step_s, SLOWED_ERROR)
         yield StepPart(kind=kind, seconds=lost[most], error_s=error_s, by=devices[most].label)
-    waited = {i: measured.waited_for_neighbours(i) for i in measured.list_slowest()}
+    waited = {i: measured.seconds_waiting_for_others(i) for i in measured.list_slowest()}
     most = max(waited, key=waited.__getitem__)
     who = devices[most].label
     parts = [part for _, part in measured.list_breakdowns(most)]
@@ -509,7 +509,7 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
     return []
 
 
-def _find_idle(measured: _Measured) -> Iterator[StepPart]:
+def _find_own_code_time(measured: _Measured) -> Iterator[StepPart]:
     """Yield the time in which no data was loaded, and neither the CPU nor the device was busy.
 
     This time is spent by the script's own code.

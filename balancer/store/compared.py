@@ -122,7 +122,7 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
     if min(map(len, timed)) >= FEWEST_WINDOWS:
         quick, error = _compare_quick_steps((before, after), timed)
         ratio = quick[1].value / quick[0].value
-        rare = _find_rare(windows, quick) / quick[0].value
+        rare = _find_rare_work(windows, quick) / quick[0].value
         rare = max(0.0, rare - max(0.0, ratio - 1))  # a quick step contains some of it
     batches = [_mean_batch(each) for each in windows]
     return RunDifference(
@@ -239,7 +239,7 @@ def _compare_quick_steps(
     return [_Mean(step.seconds, step.error * step.seconds) for step in steps], error
 
 
-def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
+def _find_rare_work(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
     """Return how many more seconds per row the second run spends on rare work, such as checkpoints.
 
     Returns 0 if the difference is within its error, or if it can't be known because other programs
@@ -248,7 +248,7 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
     # other programs slow rare work, such as checkpoints, as much as computing
-    disturbed = [_find_disturbed(*each) for each in zip(trainings, quick, strict=True)]
+    disturbed = [_find_disturbance(*each) for each in zip(trainings, quick, strict=True)]
     if max(disturbed) > MOST_DISTURBED:
         return 0.0
     longer = 0.0
@@ -260,10 +260,11 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
     return longer
 
 
-def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return the mean compute time of a step as a multiple of the quick-step time; at least 1.
+def _find_disturbance(windows: Sequence[StepsEntry], quick: _Mean) -> float:
+    """Return how much other programs slowed a run: its mean step as a multiple of its quick step.
 
-    Other programs slow quick steps least, so this shows how much they slowed the run.
+    Only the compute time of the steps counts, and the result is at least 1. Other programs slow
+    quick steps least.
     """
 
     def work(window: StepsEntry) -> float:

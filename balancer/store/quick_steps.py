@@ -88,7 +88,7 @@ def compare_quick_steps(
     matrix products, for example because their versions of numpy differ. Their cores then count as
     equally fast.
     """
-    slowed = _find_slowed(trainings, same_product)
+    slowed = _find_core_slowdowns(trainings, same_product)
     slope = find_slope(trainings) if any(slowed) else Slope(0.0, 0.0)
     steps = []
     for windows, slow in zip(trainings, slowed, strict=True):
@@ -101,7 +101,9 @@ def compare_quick_steps(
     return steps, 2 * slope.deviation * (max(clocks) - min(clocks))
 
 
-def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_product: bool) -> list[float]:
+def _find_core_slowdowns(
+    trainings: Sequence[Sequence[QuickWindow]], same_product: bool
+) -> list[float]:
     """Return how much slower each run's core was than the fastest one, as the log of a ratio.
 
     Returns 0 for all runs if the speeds of their cores can't be compared.

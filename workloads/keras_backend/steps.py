@@ -167,9 +167,10 @@ class KerasSteps:
 
 
 def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
-    """Train on a batch that is already divided among the devices.
+    """Train for one step on a batch that is already divided among the devices.
 
-    `batch` has the inputs of each device, and then the labels of all rows.
+    `towers` computes the step. `batch` has the inputs of each device, and then the labels of all
+    rows.
     """
     *pieces, y = batch
     sizes = [count_rows(piece) for piece in pieces]
