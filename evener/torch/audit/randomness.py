@@ -168,7 +168,6 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
         return str(self.function.overloadpacket.__name__)
 
     def names(self) -> list[str]:

@@ -255,8 +255,8 @@ class GradientSums:
 
         Arguments:
 
-        - `scale`: factor of the loss during its backward pass, which is divided out of the
-          gradients again; by default, the backward pass multiplies by `weight` itself.
+        - `scale`: factor of the loss in its backward pass. The gradients are multiplied by
+          `weight / scale` afterwards. None means `weight`.
         - `loss_only`: whether to add the loss instead of its gradients.
         - `retain_graph`: as in `torch.autograd.grad`.
         """

@@ -49,7 +49,7 @@ class AuditChange(msgspec.Struct, frozen=True, eq=False):
 
 
 class WholeShares(msgspec.Struct, frozen=True, eq=False):
-    """Two computations of a loss to compare while each row draws its own random numbers.
+    """Two computations whose losses are compared while each row draws its own random numbers.
 
     Each device's share is computed in a single pass. The rows are padded as in the whole batch, so
     that a row draws the same random numbers in both computations.
@@ -263,7 +263,8 @@ def compare_losses(
     """Run two computations once each, and compare only their losses.
 
     The result is None if the losses agree. Otherwise it is the difference and its likeliest cause:
-    "sum" if the loss is a sum over rows, or "rows" if it isn't a mean over rows for another reason.
+    "sum" if the loss is a sum over rows, or "rows" if, for any other reason, it isn't a mean over
+    rows.
     """
     # everything is computed once, so a fixed multiple of the dtype's precision is allowed for
     # rounding

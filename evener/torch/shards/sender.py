@@ -197,7 +197,8 @@ class GradientSender:
 def bound_received(ranks: int) -> float:
     """Return an upper bound for the bytes of gradients that a rank receives from the other ranks.
 
-    It is a fraction of the flat tensor's bytes, and may be above 1. `ranks` is the number of ranks.
+    It is relative to the flat tensor: 1.0 means as many bytes as the whole tensor has. `ranks` is
+    the number of ranks.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 

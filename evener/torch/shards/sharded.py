@@ -269,7 +269,7 @@ class Sharded:
         return bool(watched)
 
     def cast(self, unit: Unit, inputs: Any) -> Any:
-        """Cast the model's floating-point inputs to the dtype in which it computes.
+        """Cast floating-point inputs to the dtype of computation, if `unit` is the model itself.
 
         Inputs of other units are returned unchanged.
         """
@@ -431,7 +431,8 @@ class Sharded:
     def _find_used(self, computed: list[bool]) -> list[bool]:
         """Return for each parameter whether any rank has computed its gradient in this pass.
 
-        `computed` says for each parameter whether this rank has. Every rank has to call this.
+        `computed` has the flags of this rank: whether it has computed the gradient of each
+        parameter. Every rank has to call this.
         """
         if self.place.single_rank:
             return computed

@@ -167,7 +167,7 @@ class BatchTracker:
         return _list_training(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that `data` comes from; None if all possible batches have equal weights.
+        """Return the batch that `data` comes from, or None if all possible batches weigh the same.
 
         `match` finds the batches that share tensors with `data`. Raises RequestError if batches
         with different weights are possible.
@@ -214,7 +214,10 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epoch_count: int) -> bo
 
 
 def _may_be_computed(epoch: Epoch, ended: Epoch) -> bool:
-    """Return whether batches of a loop may still be computed, now that the loop `ended` is over."""
+    """Return whether a batch of the loop `epoch` may still be computed, now that `ended` is over.
+
+    `ended` may be the same loop.
+    """
     # `epoch` is the loop that has just ended, or its newest batch is still in use
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 

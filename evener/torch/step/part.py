@@ -61,8 +61,8 @@ class Part:
         """Run the backward pass of this part's mean loss; return the loss times the part's weight.
 
         It may be called several times, each time with another loss. With a GradScaler, pass
-        `scaler.scale(loss)`. The result is detached. Summed over all parts, it is the rank's mean
-        loss.
+        `scaler.scale(loss)`. The result is detached. The sum of the results of all parts is the
+        rank's mean loss.
         """
         self.computed = True
         if self.passes is not None:

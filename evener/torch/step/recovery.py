@@ -37,8 +37,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def drop_frames(error: BaseException) -> str:
     """Clear the local variables in an error's traceback, and return the first line of its message.
 
-    They would keep the failed pass's tensors in memory. For an error without a message, the name of
-    its class is returned.
+    Otherwise, these variables would keep the failed pass's tensors in memory. For an error without
+    a message, the name of its class is returned.
     """
     # these variables would keep the failed pass's tensors in memory
     text = str(error).partition("\n")[0]

@@ -98,7 +98,10 @@ class BatchWeights(BatchTracker):
             self.look_for_tensors()
 
     def leave(self) -> None:
-        """Stop weighting gradients; from now on, all ranks have equal weights."""
+        """Give all ranks equal weights from now on.
+
+        This is called when the planned training run has ended.
+        """
         if BatchTracker.newest() is self:
             BatchTracker.newest = staticmethod(lambda: None)
             UNOWNED.weigh = lambda: None
@@ -247,7 +250,10 @@ class BatchWeights(BatchTracker):
         return self._own_exchanges[model]
 
     def watch_forward(self, model: Any, device: torch.device) -> None:
-        """Before each forward pass of a model, find out which batch its inputs come from."""
+        """Register a hook that runs before each forward pass of a model.
+
+        It finds out which batch the inputs come from, and moves them to `device`.
+        """
         self.models.add(model)
         hook_forward(model, device, self.forward)
 

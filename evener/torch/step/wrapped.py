@@ -319,7 +319,7 @@ def _class_names(model: Any) -> set[str]:
 
 
 def check_not_inside_ddp() -> None:
-    """Raise a RequestError in a forward pass that a DistributedDataParallel has started.
+    """Raise a RequestError if a forward pass of a DistributedDataParallel is running.
 
     Wrapped models are checked before each forward pass, because a surrounding
     DistributedDataParallel would all-reduce their gradients a second time.

@@ -2,8 +2,8 @@
 
 With n_i of N rows on rank i, the mean over the batch is sum_i (n_i / N) * mean_i. Gradients are in
 flat buckets, in the same order on all ranks. A bucket is sent as soon as it has the gradients of
-all passes, the rest at the end of the backward pass. Gradients that were sent are final, so a rank
-that runs out of memory only computes the other ones again.
+all passes. The remaining buckets are sent at the end of the backward pass. Gradients that were sent
+are final, so a rank that runs out of memory only computes the other ones again.
 
 An exchange has these states; the attribute that shows a state is in brackets:
 
@@ -17,8 +17,8 @@ An exchange has these states; the attribute that shows a state is in brackets:
     collecting ── memory runs out: `fail` ──► waiting; what was sent stays [held.final]
     collecting ── another error, with buckets sent ──► broken for good [_broken]
 
-In the first sum, the order in which gradients are computed is recorded (`_learn_order`). After it,
-buckets are sent before the backward pass ends.
+In the first sum, the order in which gradients are computed is recorded (`_learn_order`). In later
+sums, complete buckets are sent before the backward pass ends.
 """
 
 from __future__ import annotations
@@ -165,7 +165,10 @@ class Exchange:
         EXCHANGES.add(self)
 
     def average(self) -> None:
-        """Average gradients with equal weights from now on, because the training run has ended."""
+        """From now on, average gradients with equal weights.
+
+        This is called when the planned training run has ended.
+        """
         self.begun = lambda *_: None
         self.ready = self.sent = self.done = lambda: None
         self.noise = None
@@ -449,7 +452,7 @@ class Exchange:
     def close(self) -> None:
         """End the pass that `open` began, if there is only one rank.
 
-        With several ranks, nothing happens, because the end of the backward pass has ended it.
+        With several ranks, nothing happens, because the pass has ended with its backward pass.
         """
         # `_finish_pass` does it there
         if self.single_rank:
