@@ -177,7 +177,6 @@ def share_text(layout: Layout, device: int) -> str:
     If the device accumulates gradients over several passes, the string also has the rows per pass.
     A device without rows only holds a part of the model's state.
     """
-    # A device without rows only holds a part of the model's state.
     if not layout.shares[device]:
         return STATE_ONLY
     share = write_share(layout.shares[device], layout.pass_rows[device])

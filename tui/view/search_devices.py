@@ -139,7 +139,6 @@ def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
     If there is room, a bar comes first, which is full for the fastest device.
     """
-    # If there is room, a bar precedes them, which is full for the fastest device.
     spans = _alone_spans(row.state, row.device)
     if span_cells(spans) > width:
         return spans[:1]
