@@ -175,9 +175,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.sum_by_shares()
 
     def prepare_metrics(self) -> None:
-        """Create the object that averages metrics over passes.
+        """Create the object that averages metrics over passes, and set the check of smaller passes.
 
-        Also set the check that is made before a pass is divided because memory ran out.
+        The check is made when memory runs out, before the failed pass is divided.
         """
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
@@ -335,7 +335,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._rows, self._parts, self._begins = sum(sizes), self._cut_batch(batch, sizes), True
 
     def _cut_batch(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
-        """Divide a batch into passes, with each pass's weight in the global batch's loss.
+        """Divide a batch into passes, and set each pass's weight in the loss of the global batch.
 
         `sizes` are the ranks' row counts. A pass without rows gets one row with weight 0.
         """

@@ -141,9 +141,9 @@ def _no_optimizer_steps(strategy: Any) -> Iterator[None]:
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the methods that are replaced during an audit, so that optimizers take no steps.
+    """Yield the methods to replace during an audit, so that optimizers take no steps.
 
-    Each is yielded as an object, the method's name, and a stub that replaces the method.
+    Each item is a tuple: an object, the name of its method, and the stub that replaces the method.
     """
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for optimizer in strategy.optimizers:

@@ -33,7 +33,7 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
-    """Check that a pass that ran out of memory gives the same gradient in smaller parts.
+    """Check that a pass that ran out of memory gives the same gradient if it is divided.
 
     At most `rows` of its rows are checked. Raises RequestError if the gradients differ, if the rows
     can't be cut, or if the optimizer is LBFGS.
@@ -59,8 +59,8 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
     """Run training_step on a part of a batch, and return its loss, or None if it returns none.
 
-    `others` are the arguments after the batch; None passes a batch index of 0 if training_step
-    takes one.
+    `others` are training_step's arguments after the batch. If it is None, training_step gets the
+    batch index 0, if it takes one.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)
@@ -72,7 +72,7 @@ def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None)
 
 
 def _run_training_step(strategy: Any, batch: Any) -> Any:
-    """Run training_step on a batch that is on the device, and return its loss."""
+    """Run training_step on a batch that is already on the device, and return its loss."""
     module = strategy.lightning_module
     step = module.training_step
     # as Lightning does, because the argument for the batch index may have any name

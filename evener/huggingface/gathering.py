@@ -67,7 +67,7 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
 
 
 class _Piece(NamedTuple):
-    """The rows being computed: a gradient-accumulation pass or, after a retry, a piece of one."""
+    """The rows that are being computed: a pass or, after memory ran out, a piece of one."""
 
     rows: int
     full_batch: int
@@ -193,7 +193,11 @@ class Gathering:
         return self._gather_pieces(self._pieces[call], piece.is_last)
 
     def _join_earlier_passes(self, call: int, gathered: Any, is_scalar: bool) -> Any:
-        """Concatenate a gathered value with the values from the batch's earlier passes."""
+        """Concatenate a gathered value with the values from the batch's earlier passes.
+
+        `call` is the number of earlier `gather` calls in the pass. Values whose shapes don't match
+        are returned alone.
+        """
         if call == len(self._earlier):
             self._earlier.append([])
         every = self._earlier[call]

@@ -75,11 +75,13 @@ def find_loss(
 ) -> TrainerLoss:
     """Compute a few rows in different ways, and return what the Trainer's loss is a mean over.
 
-    Every rank has to call this. `fetch_rows` returns the rows, or None. If `accepts_ignored` is
-    True, the loss supports ignored labels. With `in_parts`, a single process checks whether it can
-    split a batch. If the rows don't show what the loss is a mean over, the result follows the
-    Trainer's settings. Raises RequestError if the loss doesn't fit any mean, or can't be computed
-    in passes.
+    - `fetch_rows`: returns the rows, or None if they can't be fetched.
+    - `accepts_ignored`: whether the loss is known to support ignored labels.
+    - `in_parts`: whether a single process checks if it can split a batch.
+
+    If the rows don't show what the loss is a mean over, the result follows the Trainer's settings.
+    Raises RequestError if the loss doesn't fit any mean, or can't be computed in passes. Every rank
+    has to call this.
     """
     passes = trainer._shares.passes
     calls = gathering.calls

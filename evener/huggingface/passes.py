@@ -17,7 +17,10 @@ from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
 
 class PassWeights(NamedTuple):
-    """Weights of all passes in an optimizer step, and the step's number of items."""
+    """Weights of all passes in an optimizer step, with the number of items in the step.
+
+    `ignores` says whether any rank has ignored labels.
+    """
 
     weights: list[float]  # weight of each pass in the mean over its global batch
     items: Any  # num_items_in_batch of all ranks, or None
@@ -33,10 +36,10 @@ def weigh_passes(
     gathering: Gathering,
     device: torch.device,
 ) -> PassWeights:
-    """Return each pass's weight in the loss of its global batch, with the number of items.
+    """Return each pass's weight in the loss of its global batch, and the step's number of items.
 
-    `sizes` has, for each global batch, the row counts of this rank's passes, and `totals` the rows
-    of the global batch. `items` is this rank's `num_items_in_batch`, or None. Ranks exchange their
+    For each global batch, `sizes` has the row counts of this rank's passes, and `totals` has the
+    batch's row count. `items` is this rank's `num_items_in_batch`, or None. Ranks exchange their
     counts through a collective, so every rank has to call this.
     """
     by_labels = loss.mean_over not in (ITEMS, ROWS)
@@ -169,7 +172,7 @@ class TrainerPasses:
         return self._trainer.accelerator.no_sync(self._model)
 
     def watch_backward(self, loss: Any) -> None:
-        """Record when the loss's backward pass begins, as a pass can't be retried after that."""
+        """Record when the loss's backward pass begins; after that, the pass can't be retried."""
         # its gradients can't be undone
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())

@@ -315,7 +315,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def check_loss(self) -> None:
         """Raise RequestError if the plan's shares would change the Trainer's loss.
 
-        Call this after the training loader was made.
+        Call this after the training loader has been created.
         """
         # Training with the plan changes what is learned if the loss isn't a mean over rows, labels
         # or items, or if the script's own launcher averages means over different numbers of labels.
@@ -440,7 +440,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Log, save and evaluate as the Trainer does; at the end, average the loss over ranks."""
+        """Log, save and evaluate as the Trainer does; after the last step, average the loss.
+
+        The mean over all ranks is taken.
+        """
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         # transformers 4 has no `_finalize_training`
@@ -449,7 +452,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Finish the training as the Trainer does, with the last losses averaged over ranks."""
+        """Finish the training as the Trainer does, but average the latest losses over all ranks."""
         # the trainer itself would use only the first rank's losses
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)

@@ -188,8 +188,8 @@ class StepAudit:
     def _watch(self, plain: TracedStep) -> None:
         """Choose the variables in which to look for changes by the user's code, such as callbacks.
 
-        They are small variables that the step reads but doesn't assign. After a change, the
-        training is audited again.
+        They are small variables that the step reads but doesn't assign. Once one has changed, the
+        training is audited again. `plain` is Keras' own step.
         """
         averages = list_normalization_states(self._model, synchronized=None)
         left_out = plain.assigned | {id(state.value.handle) for state in averages}
@@ -429,7 +429,7 @@ class StepAudit:
         return self._compare_outputs(plain, rows), rows
 
     def _mixes_rows(self, signature: Any) -> bool:
-        """Return whether the user's model class overrides the step, which then may mix rows.
+        """Return whether the step may mix rows, because the user's model class overrides it.
 
         The step is `test_step` in an evaluation (`signature` is "test"), and otherwise
         `train_step`.
@@ -561,7 +561,7 @@ class StepAudit:
         values: Mapping[int, Any],
         variant: str,
     ) -> Finding | None:
-        """Compare gradients, metrics and variables of Keras' own step with those of the engine's.
+        """Compare gradients, metrics and variables after Keras' own step and the engine's step.
 
         `values` are temporary values of variables. `variant` describes which values or labels were
         changed for this comparison; it is "" if none were. With a variant, only gradients are
@@ -590,7 +590,7 @@ class StepAudit:
         return self._compare_states(plain, rows, reference, trained)
 
     def _compare_tests(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Compare losses, metrics and variables of Keras' own test step and of the engine's."""
+        """Compare losses, metrics and variables after Keras' own test step and the engine's."""
         plain, shared = steps
         seeds = self._list_seeds()
         reference = plain.run(rows, seeds)
@@ -612,9 +612,10 @@ class StepAudit:
     def _run_engine_step(
         self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> StepResult:
-        """Run the engine's step on a few rows, with temporary `values` of variables.
+        """Run the engine's traced step, `shared`, on a few rows.
 
-        Raises RequestError if the devices' results have shapes that can't be joined.
+        `values` are temporary values of variables. Raises RequestError if the devices' results have
+        shapes that can't be joined.
         """
         try:
             return shared.run(rows, values)
@@ -642,7 +643,8 @@ class StepAudit:
         """Compare one device's gradients and loss with the engine's; return None if they agree.
 
         Losses are compared only if the gradients agree and there is no `variant`. `repeats` are
-        results of one device with random rounding errors, which show how much rounding may change.
+        further results of one device, computed with random rounding errors; they show how large a
+        difference rounding may cause.
         """
         sketches = [repeat.gradients for repeat in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
@@ -659,9 +661,9 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return seeds for the model's random layers, so that both steps draw the same numbers.
+        """Return the states of the random generators, so that both steps draw the same numbers.
 
-        The keys identify the layers' variables.
+        The dict is by the keys of the seed variables.
         """
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
@@ -685,13 +687,15 @@ class StepAudit:
             for key, variable in plain.variables.items():
                 if key in weights:
                     value = values.get(key, variable.read())
-                    changed[key] = self._round(value, number)
+                    changed[key] = self._add_rounding_errors(value, number)
             x, *others = rows
-            near = tf.nest.map_structure(lambda leaf, n=number: self._round(leaf, n), x)
+            near = tf.nest.map_structure(
+                lambda leaf, n=number: self._add_rounding_errors(leaf, n), x
+            )
             found.append(plain.run((near, *others), changed))
         return found
 
-    def _round(self, value: Any, number: int) -> Any:
+    def _add_rounding_errors(self, value: Any, number: int) -> Any:
         """Return the value with a random error in each element, as large as a rounding error.
 
         `number` selects the random errors.
@@ -772,7 +776,7 @@ class StepAudit:
     def _affects_gradients(
         plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]
     ) -> bool:
-        """Return whether a variable affects the gradients, by comparing them for two values.
+        """Return whether the gradients differ if a variable has one or the other of two values.
 
         `key` identifies the variable, and `values` are the two values.
         """
@@ -829,7 +833,7 @@ class StepAudit:
             return None
 
     def _cut_parts(self, rows: Tensors) -> list[Tensors]:
-        """Cut the audited rows into the devices' shares, without empty ones."""
+        """Cut the audited rows into the devices' shares; empty shares are left out."""
         edges = [int(edge) for edge in self._engine.cut.bounds(int(count_rows(rows)))]
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 

@@ -328,8 +328,8 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 def replace_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
     """Return nonzero values for variables that are all 0, and large values for step counters.
 
-    With these values, a step shows effects that would only appear later in a training run. Returns
-    the values by key, and the variables' names.
+    With these values, a step shows effects that would otherwise only appear later in training.
+    Returns a dict of the values, by the variables' keys, and a list of the variables' names.
     """
     values: Values = {}
     names = []
@@ -417,7 +417,8 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 def _as_matrix(gradient: Any, shape: Any) -> Any:
     """Return the gradient as a dense float matrix.
 
-    It has one column per index of the weight's last axis; `shape` is the weight's shape.
+    The matrix has one column for each index of the weight's last axis. `shape` is the weight's
+    shape.
     """
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1

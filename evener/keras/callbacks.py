@@ -113,7 +113,7 @@ def group_callbacks(callbacks: Any, engine: Any, share_weights: Callable[[], Non
 
 
 def _may_stop(callback: Any) -> bool:
-    """Return whether a callback runs user code after each batch, which could stop the training."""
+    """Return whether a callback runs user code for each batch, which could stop the training."""
     kind = type(callback)
     # Keras' and evener's callbacks do the same in every process, but a LambdaCallback runs the
     # user's code

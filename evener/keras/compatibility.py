@@ -113,7 +113,7 @@ def check_workers(model: Any) -> None:
 def check_passes(model: Any, rows: int) -> None:
     """Raise RequestError if the model can't train in gradient-accumulation passes.
 
-    `rows` is the row count of the largest pass, for a warning about batch normalization.
+    A warning about batch normalization mentions `rows`, the row count of the largest pass.
     """
     check_compiled(model)
     if model.run_eagerly:

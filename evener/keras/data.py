@@ -40,8 +40,8 @@ class AssignedArrays(NamedTuple):
 def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
     """Assign a batch's rows to devices by their token counts, in a TensorFlow graph.
 
-    Returns three tensors: the new order of the rows, the first row of each device followed by the
-    row count, and the token count of each device's longest row.
+    Returns three tensors: the row indices, sorted by device; the position of each device's first
+    row in them, followed by the row count; and the token count of each device's longest row.
     """
 
     def assign(lengths: Any) -> tuple[Any, ...]:
@@ -299,10 +299,10 @@ class ArrayBatches:
         return dataset.with_options(_make_thread_options(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset with a pair (epoch number, step) for each step of an epoch.
+        """Return a dataset with the pair (epoch number, step) for each step of an epoch.
 
-        The epoch number is random. All steps of an epoch have the same one, because it determines
-        the order of the rows.
+        The epoch number is a random number, which determines the order of the epoch's rows. It is
+        the same in all steps of an epoch.
         """
         steps = tf.data.Dataset.range(self.steps)
         # each iteration over the dataset yields another epoch
@@ -456,7 +456,7 @@ def _have_batch_axis(shapes: Sequence[Any]) -> bool | None:
 
 
 def batch_rows(dataset: Any) -> int | None:
-    """Return the dataset's batch size, or None if it can't be found out."""
+    """Return the dataset's batch size, or None if it is unknown."""
     shape = getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", None)
     if shape is not None and shape.rank and shape[0] is not None:
         return int(shape[0])

@@ -168,7 +168,7 @@ class OneProcess:
         """Do nothing, because there are no other processes."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return (), because one graph for all devices doesn't show their times."""
+        """Return (), because the time of each device is unknown: all of them run one graph."""
         return ()
 
 

@@ -34,7 +34,7 @@ _kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", defau
 def equal_rows(model: Any) -> Iterator[None]:
     """Context manager in which random layers draw the same numbers for each row of a batch.
 
-    In it, batch normalization uses its moving averages.
+    Batch normalization uses its moving averages in this context.
     """
     _replace_random_functions()
     token = rows_alike.set(True)

@@ -167,7 +167,7 @@ class FitHooks:
     def _prepare_training(self) -> None:
         """Check that the engine can train the model, and make weights equal in all processes.
 
-        At the start of `fit`, a callback copies the weights instead.
+        At the start of `fit`, the weights are left as they are, because a callback copies them.
         """
         if self._pass_rows is not None:
             check_passes(self.model, self._pass_rows)
@@ -254,7 +254,7 @@ class FitHooks:
             return type(self.model).evaluate(*call.args, **call.kwargs)
 
     def compile_config(self) -> Any:
-        """Return Keras' compile configuration, and warn if `clone_model` calls this.
+        """Return Keras' compile configuration; warn if `clone_model` is the caller.
 
         The clone would train on one device only.
         """

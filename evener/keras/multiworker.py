@@ -270,9 +270,9 @@ class Workers:
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run one at a time the steps that Keras would run in a single call.
+        """Run the steps of a single call of Keras' function one by one; return the last one's logs.
 
-        Raises StopIteration if there is no batch.
+        Raises StopIteration if there is no batch left.
         """
         # Keras would run the steps as a loop in one graph, whose all-reduces TensorFlow would
         # confuse
@@ -376,8 +376,8 @@ class Workers:
     def _compute_own_rows(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
         """Compute the loss and the gradients of this process's rows.
 
-        Returns the results, and the values that variables shared by all processes had before the
-        step.
+        Returns the results, and the values before the step of the variables whose changes are
+        summed over all processes.
         """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
@@ -525,7 +525,7 @@ class Workers:
 
 
 def _digest(data: Tensors) -> BatchDigests | None:
-    """Return hashes of a batch, or None if processes can't have different batches."""
+    """Return hashes of a batch, or None if the batch can't differ between processes."""
     # `OwnRows` come from a batch that is the same in all processes
     return None if isinstance(data, OwnRows) else digest_batch(data)
 
@@ -589,7 +589,8 @@ class StepMetrics:
     def list_own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
         """Return this process's tensors for the metrics, to be summed over all processes.
 
-        They are the outputs or the changes of the metrics' variables, and the tracked losses.
+        They are the outputs or the changes of the metrics' variables, followed by the tracked
+        losses.
         """
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):

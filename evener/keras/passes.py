@@ -178,8 +178,8 @@ def sums_changes(kind: str) -> bool:
 def weigh_change(update: StateUpdate, start: Any, part: Any) -> Any:
     """Return how much a part contributes to a variable's change in the whole batch.
 
-    The contributions of all parts add up. `update` has the variable's value after the part, `start`
-    its value before the step, and `part` is the part's fraction of the batch.
+    The change is the sum of the contributions of all parts. `update` has the variable's value after
+    the part, and `start` is its value before the step. `part` is the part's fraction of the batch.
     """
     return (update.value - start) * tf.cast(weigh_part(update.kind, part), start.dtype)
 
@@ -217,8 +217,10 @@ class PassSums(NamedTuple):
 class DevicePasses:
     """Computes a device's rows in gradient-accumulation passes, as a loop in a TensorFlow graph.
 
-    `number` is the device's index, `size` its row count, and `rows` the row count of the batch.
-    `data` has the device's rows.
+    - `number`: the device's index.
+    - `data`, `size`: the device's rows, and their number.
+    - `rows`: row count of the whole batch.
+    - `variables`: the model's `tf.Variable` attributes.
     """
 
     def __init__(

@@ -298,7 +298,7 @@ class Split:
         ratios: Sequence[float] | None,
         global_batch: int | None,
     ) -> tuple[tuple[str, ...], Cut, int | None]:
-        """Return the devices, how batches are divided among them, and the global batch in rows.
+        """Return the devices, the division of batches among them, and the global batch in rows.
 
         The global batch is None if neither the plan nor the caller specifies it.
         """
@@ -314,7 +314,7 @@ class Split:
     def _divide_by_plan(
         self, plan: Plan, global_batch: int | None
     ) -> tuple[tuple[str, ...], Cut, int]:
-        """Return the plan's devices, how it divides batches, and the global batch in rows."""
+        """Return the plan's devices, the division of batches, and the global batch in rows."""
         active = plan.layout.active
         size = plan.layout.global_batch
         if global_batch is not None:
@@ -433,9 +433,9 @@ def _choose_engine(
 
 
 def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
-    """Return a division of batches in which each device may need several passes for its share.
+    """Return a division of batches in which devices may compute their shares in several passes.
 
-    `micros` are the maximum rows of each device's passes.
+    `shares` are the rows of each device, and `micros` the maximum rows of its passes.
     """
     # without passes if each share is a single one
     return Cut(shares, micros=() if micros == shares else micros)

@@ -140,7 +140,10 @@ class StepTimes:
         return self.sums.whole.input_s if self._notes else None
 
     def medians(self) -> FitStep:
-        """Return the median seconds of each activity in the latest steps; zeros before any step."""
+        """Return the median seconds of each activity in the latest steps.
+
+        Before the first step, all are 0.
+        """
         if not self.kept:
             return FitStep(0.0, 0.0, 0.0)
         return FitStep(*(median(each) for each in zip(*self.kept, strict=True)))

@@ -42,7 +42,7 @@ from .sparse_gradients import merge_slices
 
 
 class Tower(NamedTuple):
-    """Forward pass of the model on the rows of one device."""
+    """Results of the model's forward pass on the rows of one device."""
 
     outputs: Tensors
     losses: list[Any]  # losses from activity regularizers and add_loss
