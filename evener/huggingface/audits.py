@@ -83,7 +83,7 @@ class TrainerAudit:
 class TrainerComputations:
     """Computes a Trainer's loss for a few rows in different ways, for example at once or in parts.
 
-    Each method returns a computation: functions that compute losses, with the losses' weights.
+    A way is described by a Computation: functions that compute losses, with the losses' weights.
     """
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
@@ -215,9 +215,9 @@ class TrainerComputations:
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
         """Return a function that computes a batch's loss.
 
-        It raises CollectiveError if the loss communicates with other ranks.
-        `items` is passed to the loss as `num_items_in_batch`; None if the Trainer doesn't count
-        items. The Trainer sees `world` processes.
+        It raises CollectiveError if the loss communicates with other ranks. `items` is passed to
+        the loss as `num_items_in_batch`; it is None if the Trainer doesn't count items. The Trainer
+        sees `world` processes.
         """
         return refuse_collectives(partial(self._compute, batch, items, world))
 

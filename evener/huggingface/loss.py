@@ -26,7 +26,7 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
     @property
     def excess(self) -> int:
-        """Factor by which the loss exceeds the mean under an ordinary launcher, such as torchrun."""
+        """Factor by which the loss exceeds the mean under an ordinary launcher like torchrun."""
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:

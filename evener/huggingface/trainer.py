@@ -361,7 +361,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _audit_step(self) -> None:
-        """Audit the gradients of the newest global batch, if an audit is due."""
+        """Audit the gradients of the latest global batch, if an audit is due."""
         if self._given.check:
             numbers = self._sampler.sampler.rows_of_all(self._newest)
             self._audit.after_step(numbers, self._loss_found())
@@ -402,7 +402,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a pass's loss, weighted by the pass's part of the global batch."""
+        """Compute a pass's loss, weighted by the pass's fraction of the global batch."""
         # attributes that the class sets are kept only in the batch's last pass
         with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)

@@ -148,7 +148,7 @@ class StepAudit:
         self._specs.clear()
 
     def wrap_training(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap Keras' train function `run`, so that an audit that is due runs before its steps."""
+        """Wrap Keras' train function `run`, to audit before its steps whenever an audit is due."""
 
         def run_audited(batches: Any) -> Any:
             steps = self._model.steps_per_execution
@@ -754,9 +754,9 @@ class StepAudit:
         return None
 
     def _compare_attributes(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if plain attributes of the model differ after the two steps.
+        """Return a finding if plain attributes of the model, such as counters, end up different.
 
-        An example is a counter. This is checked in eager mode only.
+        They are compared after the two steps, in eager mode only.
         """
         # the Python code of a traced step runs only once
         if not self._model.run_eagerly:

@@ -209,7 +209,7 @@ class TracedStep:
 
     @contextmanager
     def _recording_loss_calls(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Context manager that records what the model has computed each time its loss is called.
+        """Context manager that records results of the model's call each time the loss is computed.
 
         Outputs, masks, losses that layers add, and attributes are appended to `calls`. Nothing is
         recorded unless the step is Keras' own.

@@ -90,8 +90,8 @@ class FitHooks:
     def _make_step(self, name: str) -> Any:
         """Return the function that replaces the model's method `name`, such as `train_step`.
 
-        If the user's class overrides `train_step`, the user's method runs with the engine's step as
-        its `super().train_step`. Other steps that it overrides are kept.
+        If the user's class overrides `train_step`, the user's method still runs, and its
+        `super().train_step` is the engine's step. Other steps that the class overrides are kept.
         """
         step = getattr(self.engine, name)
         if not (self.engine.splits and overrides(self.model, name)):
@@ -143,10 +143,10 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make_function(self, name: str, force: bool = False) -> Any:
-        """Replacement for Keras' `make_train_function` and similar methods that wraps the function.
+        """Create Keras' train, test or predict function, and wrap it.
 
-        `name` is the method. With `force`, an existing function is replaced. Raises RequestError if
-        the engine can't run the model.
+        This replaces Keras' method `name`, such as `make_train_function`. With `force`, an existing
+        function is replaced. Raises RequestError if the engine can't run the model.
         """
         model = self.model
         if name == "make_train_function":

@@ -1,8 +1,8 @@
 """Measures how the results of a batch's parts have to be combined: as means or as sums.
 
-A loss may be a mean over rows, a mean over tokens, or a sum. This is its kind (see
-`part_kinds.py`). An engine has to know the kind to combine the losses, variables and attributes
-that its devices compute.
+A loss may be a mean over rows, a mean over tokens, or a sum. This property is called the loss's
+kind (see `part_kinds.py`). An engine has to know the kinds to combine the losses, variables and
+attributes that its devices compute.
 
 Therefore, before the first step, Keras' own step computes a few rows, first together and then in
 two unequal parts. It runs in a graph without side effects. Audits check whether the combination is

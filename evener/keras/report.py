@@ -74,7 +74,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._counted = counted
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add evener's metrics to the epoch's logs, for later callbacks, if `log` is True."""
+        """If `log` is True, add evener's metrics to the epoch's logs, for later callbacks."""
         if self._log and logs is not None and not self._is_another_rank():
             logs.update(metrics())
 

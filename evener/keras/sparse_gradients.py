@@ -139,7 +139,7 @@ class PassGradient:
         self._one = pass_gradient
 
     def begin(self, passes: Any) -> Any:
-        """Return an empty gradient, with room for `passes` passes to be added."""
+        """Return an empty gradient, to which the gradients of `passes` passes can be added."""
         if not isinstance(self._one, tf.IndexedSlices):
             return tf.zeros_like(self._weight)
         return [

@@ -72,9 +72,9 @@ class StepTimes:
         self._ended_s = 0.0
 
     def wrap_call(self, run: Steps) -> Steps:
-        """Wrap the train function, to record when Keras calls it, before evener's own checks.
+        """Wrap the train function, to record when Keras calls it.
 
-        So these checks don't count as callbacks.
+        The time is recorded before evener's own checks, so these don't count as callbacks.
         """
 
         def run_called(batches: Any) -> Any:
