@@ -229,7 +229,7 @@ class ChildProber:
                 self._hosts,
                 row_tokens,
                 idle,
-                measure_limits=self._wants_closer_look(probe),
+                measure_limits=self._should_time_without_loading(probe),
             )
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
             if seen.kept is None:
@@ -269,10 +269,11 @@ class ChildProber:
             self._idle[group_key] = group
         return True
 
-    def _wants_closer_look(self, probe: Probe) -> bool:
+    def _should_time_without_loading(self, probe: Probe) -> bool:
         """Return whether a probe should also time steps without data loading.
 
-        The difference shows how long a step waits for data.
+        The difference shows how long a step waits for data. The answer is True only for the first
+        calls with a layout.
         """
         # such steps are timed in a layout's first probes, if it may become the plan and its batches
         # come from host memory; once if it doesn't wait for input
@@ -543,7 +544,7 @@ class ChildProber:
         saved = stack.where and self._save_output(
             f"{labels}, {progress.phase}: stopped at {stack.where}", stack.text
         )
-        progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
+        progress.report_stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
         """Append a probe process's output to the run's error file.

@@ -83,7 +83,7 @@ class BuildWatch:
 
         def note(environment: Any, name: Any) -> Any:
             if isinstance(name, str) and (name in RANK_VARIABLES or name.startswith(late)):
-                self.note(f"the variable {name}")
+                self.record_use(f"the variable {name}")
             return look_up(environment, name)
 
         kind.__getitem__ = note  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ class BuildWatch:
         finally:
             kind.__getitem__ = look_up  # type: ignore[method-assign]
 
-    def noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def recording(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
         """Wrap a function that returns something about the rank, so that its use is recorded.
 
         Only calls from the user's code are recorded. `what` is a name for the returned information,
@@ -100,12 +100,12 @@ class BuildWatch:
         """
 
         def ask(*arguments: Any, **keywords: Any) -> Any:
-            self.note(what)
+            self.record_use(what)
             return function(*arguments, **keywords)
 
         return ask
 
-    def note(self, what: str) -> None:
+    def record_use(self, what: str) -> None:
         """Record that the user's code has asked for something that differs between ranks.
 
         `what` is its name, for messages. Calls that don't come from the user's code are ignored.

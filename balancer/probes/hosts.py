@@ -219,7 +219,7 @@ class HostService(LocalHost):
             messages.append(self._inbox.get(timeout=RECEIVE_SECONDS))
             while True:
                 messages.append(self._inbox.get_nowait())
-        return [(key, self._name_origin(message)) for key, message in messages]
+        return [(key, self._restore_paths(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
         """Return the stack of the process's main thread, or None if it doesn't answer."""
@@ -235,12 +235,12 @@ class HostService(LocalHost):
         if self._script:
             self._script.close()
 
-    def _name_origin(self, message: Message) -> Message:
+    def _restore_paths(self, message: Message) -> Message:
         script = self._script
         if script is None or not isinstance(message, ChildError):
             return message
         texts = {
-            name: script.name_origin(getattr(message, name))
+            name: script.restore_paths(getattr(message, name))
             for name in ("text", "where", "traceback")
         }
         return msgspec.structs.replace(message, **texts)

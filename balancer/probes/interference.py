@@ -229,7 +229,7 @@ class InterferenceMonitor:
         `probe_pids` are the process ids of the probe processes; `is_unused` means that none of them
         runs on the device.
         """
-        reported = self._short.get(position, 0) + _unclear_bytes(
+        reported = self._short.get(position, 0) + _possible_driver_bytes(
             self._devices[position].memory_bytes or 0
         )
         short = self._taken_now(position, probe_pids, is_unused)
@@ -252,7 +252,7 @@ class InterferenceMonitor:
             return max(0, usable - left)
         vitals = self._read((position,), SETTLE_SECONDS, full=True).get(position, Vitals())
         others = _others_bytes(vitals, probe_pids, is_unused)
-        if others is None or others < _unclear_bytes(whole):
+        if others is None or others < _possible_driver_bytes(whole):
             return None if others is None else 0
         return max(0, usable - max(0, whole - others))
 
@@ -370,7 +370,7 @@ def _resident_bytes(pid: int) -> int:
     return 0
 
 
-def _unclear_bytes(memory_bytes: int) -> float:
+def _possible_driver_bytes(memory_bytes: int) -> float:
     """Return how many bytes of a device's memory in use may belong to the driver itself.
 
     If fewer bytes are in use, other programs may hold none of them. `memory_bytes` is the device's

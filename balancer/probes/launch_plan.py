@@ -128,7 +128,7 @@ def build_commands(
             input=cast(Input, request.input),
             placement=group_key.placement if group_key.traits.placed else "",
             loader_workers=find_workers(group_key.knobs),
-            state=(group_key.state or _make_stand_in(len(group_key.shares)))
+            state=(group_key.state or _make_solo_parts(len(group_key.shares)))
             if group_key.traits.sharded
             else (),
         )
@@ -148,7 +148,7 @@ def build_commands(
     return commands
 
 
-def _make_stand_in(devices: int) -> tuple[float, ...]:
+def _make_solo_parts(devices: int) -> tuple[float, ...]:
     """Return how to divide a model's state to measure one device of a sharded layout alone.
 
     The first fraction is for that device, and is small. The other devices, which don't run, get

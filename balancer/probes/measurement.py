@@ -95,7 +95,7 @@ class ProgressReporter:
         self._latest = rate, relative_error
         self.repeat()
 
-    def stop(self, stack: Stack, note: str) -> None:
+    def report_stop(self, stack: Stack, note: str) -> None:
         """Report that the probe was stopped, and at which line of the user's code.
 
         `stack` has this line, and `note` is appended to it.
@@ -218,7 +218,7 @@ class Measurement:
             return
         # the ranks reuse one batch, unless the step hardly waits for input
         if waits:
-            self._kept = self._time_kept(timing.step.value, stop)
+            self._kept = self._time_with_kept_batch(timing.step.value, stop)
         if on_gpus:
             timed = self._group.call(
                 lambda _: TimeOnDevice(), TimedOnDevice, self._timeouts.block, stop
@@ -235,7 +235,7 @@ class Measurement:
         replies = self._group.call(lambda _: KeepBatch(keep), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
 
-    def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
+    def _time_with_kept_batch(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
         """Warm up, and then measure the step time with a batch that stays in memory."""
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         # a warm-up, because cores and GPUs that have waited for rows are slower at first

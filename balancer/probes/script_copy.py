@@ -75,7 +75,7 @@ class WrittenScript:
         """Path of the copied script."""
         return f"{self._folder}/{self._script.name}"
 
-    def name_origin(self, text: str) -> str:
+    def restore_paths(self, text: str) -> str:
         """Replace the temporary folder in an error text with the folder of the original script."""
         return text.replace(self._folder, self._script.folder)
 

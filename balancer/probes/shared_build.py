@@ -79,7 +79,7 @@ class BuildChannel:
                 return None
             builder = import_module(BUILDER)
             watch, started = BuildWatch(), time.monotonic()
-            with watch.watching(), builder.wrap_rank_functions(watch.noting):
+            with watch.watching(), builder.wrap_rank_functions(watch.recording):
                 recipe = builder.BuiltRecipe(command.workload, command.settings)
             shared = SharedRecipe(command, recipe)
             quick = time.monotonic() - started < WORTH_SECONDS

@@ -269,10 +269,10 @@ class Worker:
             input_seconds=phases.input_seconds,
             update_seconds=phases.update_seconds,
             starved_seconds=starved.starved_s if self._cores.known else None,
-            taken_by=self._name_takers(starved),
+            taken_by=self._name_competitors(starved),
         )
 
-    def _name_takers(self, starved: Starvation) -> str:
+    def _name_competitors(self, starved: Starvation) -> str:
         """Return the names of programs that competed with this process for its CPU cores.
 
         Returns "" if `starved` shows that they took hardly any CPU time from it.

@@ -159,7 +159,7 @@ class Observations:
             if earlier:
                 found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
         return _undisturbed_turns(
-            self._refuting_checks(timed, found) or dict(sorted(found.items()))
+            self._turns_since_slowdown(timed, found) or dict(sorted(found.items()))
         )
 
     @property
@@ -169,7 +169,7 @@ class Observations:
         # a single device runs alone in the solo stage too
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
-    def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
+    def _turns_since_slowdown(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """Return a winner's later measurements if they show that the machine has become slower.
 
         They do if the winner was measured again and was slower than in all rounds before. Its later

@@ -50,7 +50,7 @@ class Packing:
 
     def next_layout(self) -> Layout | None:
         """Return the layout with the next number of jobs to measure; None if there is none."""
-        size = next_size(self._rates, self._most_trainings)
+        size = next_size(self._rates, self._most_jobs)
         if size is None or size < 2:
             return None
         return pack_on(self._single, size, self._mode, self._batch_for(size))
@@ -128,7 +128,7 @@ class Packing:
         return max(0, min(batch, self._largest_batch_for(size), *smaller)) // quantum * quantum
 
     @cached_property
-    def _most_trainings(self) -> int:
+    def _most_jobs(self) -> int:
         """The largest number of jobs that fit in the device's memory together."""
         least = self._problem.global_batch or self._problem.multiple_of
         for size in range(MOST_PROCESSES, 1, -1):
@@ -139,14 +139,14 @@ class Packing:
     def _largest_batch_for(self, size: int) -> int:
         """Return the largest batch per job for which `size` jobs still fit in memory."""
         limit = self._policy.seen.memory_limit(self._position)
-        if limit is None or not self._memory_per_training.points:
+        if limit is None or not self._memory_per_job.points:
             return UNBOUNDED
         fixed = self._problem.global_batch is not None  # it can't become smaller
         part = 1 - MARGIN if fixed else MEMORY_SHARE
-        return self._memory_per_training.largest_within(part * limit / size)
+        return self._memory_per_job.largest_within(part * limit / size)
 
     @cached_property
-    def _memory_per_training(self) -> Memory:
+    def _memory_per_job(self) -> Memory:
         """Memory use of one job by batch, measured alone or next to other jobs."""
         memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)

@@ -270,7 +270,7 @@ class Race:
             taken = self._seen.turns(one.layout, stage)
             turns[one.layout] = {turn: seen for turn, seen in taken.items() if turn < before_turn}
         ran = [rival for rival in rivals if turns[rival.layout]]
-        held = [one for one in ran if _was_held_back_in_only_turn(turns[one.layout])]
+        held = [one for one in ran if _was_throttled_in_only_turn(turns[one.layout])]
         # nothing can be decided before these rivals have another turn
         if held:
             return held, False
@@ -308,6 +308,6 @@ class Race:
         return sum(self._budget.least_seconds(rival.layout) for rival in self._knob_rivals)
 
 
-def _was_held_back_in_only_turn(turns: Turns) -> bool:
+def _was_throttled_in_only_turn(turns: Turns) -> bool:
     """Whether a layout has only one measurement, in which a device was throttled."""
     return len(turns) == 1 and all(seen.was_throttled() for seen in turns.values())

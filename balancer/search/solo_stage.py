@@ -81,7 +81,7 @@ class SoloStage:
                 return self._round(due, self._turn if turn else turn)
         # smaller batches for the devices that ran out of memory
         retried = {
-            one: self._small_batch(one) for one in self._live if self._lacks_memory_line(one)
+            one: self._small_batch(one) for one in self._live if self._needs_small_batch(one)
         }
         quick = {
             one: batch
@@ -103,10 +103,11 @@ class SoloStage:
                 due[one] = batch
         return due
 
-    def _lacks_memory_line(self, device: DeviceModel) -> bool:
-        """Whether the device has to run another small batch before its memory can be predicted.
+    def _needs_small_batch(self, device: DeviceModel) -> bool:
+        """Whether the device still has to run one of the two small batches, to predict its memory.
 
-        Predictions need two batches that ran.
+        This is so before its first batch. It may also be so if it ran out of memory before its
+        second one.
         """
         memory = device.memory
         if not device.evidence.alone:

@@ -40,9 +40,9 @@ class StartTimes:
         0 if they are already running. The estimate is rather high, because it is based on the first
         starts, which are the slowest.
         """
-        own = self._by_children.get(layout.group_key)
+        own = self._seconds_by_group_key.get(layout.group_key)
         if not own:
-            return 0.0 if layout.group_key in self._recovered else self._of_new(layout)
+            return 0.0 if layout.group_key in self._recovering_groups else self._of_new(layout)
         paid = [seconds for seconds in own if seconds]
         if paid and layout.traits.alone and self._groups_end_others and self._a_group_started:
             return min(paid)
@@ -76,7 +76,7 @@ class StartTimes:
         return 0.0 if went_on and all(went_on) else self.longest_single_start
 
     @cached_property
-    def _by_children(self) -> dict[Layout, list[float]]:
+    def _seconds_by_group_key(self) -> dict[Layout, list[float]]:
         """The measured start times in seconds, by `Layout.group_key`.
 
         Layouts with equal keys use the same processes. 0 for a probe whose processes were running
@@ -88,7 +88,7 @@ class StartTimes:
         return dict(starts)
 
     @cached_property
-    def _recovered(self) -> set[Layout]:
+    def _recovering_groups(self) -> set[Layout]:
         """The processes that kept running every time they ran out of memory, by group key.
 
         A group key (`Layout.group_key`) is a layout without its sizes. Layouts with equal keys use

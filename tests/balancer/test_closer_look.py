@@ -139,6 +139,6 @@ def test_only_layouts_that_may_become_the_plan_get_a_closer_look(
     """One device with a part of a model that is trained in shards can't become the plan."""
     prober = ChildProber(Job(Request(), slices(2), "synthetic", "none"))
     try:
-        assert prober._wants_closer_look(Probe(solo(2, 0, 8), stage, 1.0)) is wanted
+        assert prober._should_time_without_loading(Probe(solo(2, 0, 8), stage, 1.0)) is wanted
     finally:
         prober.close()

@@ -55,7 +55,7 @@ def test_python_files_beside_a_script_and_its_packages_travel(script: Path) -> N
         "a",
         "c",
     )
-    assert written.name_origin(f"{there}:3: wrong") == f"{script}:3: wrong"
+    assert written.restore_paths(f"{there}:3: wrong") == f"{script}:3: wrong"
     written.close()
     assert not there.parent.exists()
 

@@ -115,7 +115,7 @@ for line in sys.stdin.read().splitlines():
         continue
     os.setsid()
     watch = BuildWatch()
-    names = {**globals(), "asked": watch.noting(lambda: None, "its group")}
+    names = {**globals(), "asked": watch.recording(lambda: None, "its group")}
     with watch.watching():
         exec(compile(line, FOLDER + "/train.py", "exec"), names)
 
