@@ -577,7 +577,7 @@ def _map_rates_alone(
 def _find_cause_of_lost_time(
     lost_seconds: float, share_seconds: float, exchange_seconds: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return why the plan is slower than its devices would be if each trained alone.
+    """Return why the plan's throughput is below the sum of its devices' own throughputs.
 
     - `lost_seconds`: the time to explain, in seconds per step like the other times.
     - `share_seconds`: the time lost because the device with the most rows computes small,

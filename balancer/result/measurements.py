@@ -137,7 +137,7 @@ def _compare_repeats(observations: Iterable[Observation]) -> Iterator[Measuremen
 def describe_doubts(
     doubts: Iterable[MeasurementDoubt], devices: Sequence[Device]
 ) -> tuple[VerdictDoubt, ...]:
-    """Return warnings with device labels instead of positions.
+    """Convert warnings so that they name devices by their labels instead of their positions.
 
     A warning about the whole step has the label "".
     """

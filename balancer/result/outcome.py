@@ -125,7 +125,7 @@ def _list_rivals(
 
 
 def _put_first(single: ComparedLayout, entries: Sequence[_Named], devices: int) -> list[_Named]:
-    """Return the entries, with that of `single` moved before those of all other single devices.
+    """Return the entries in an order in which `single` comes before all other single devices.
 
     `single` is the device that the verdict compares the plan with. If it has no entry, one is
     added.

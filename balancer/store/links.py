@@ -81,7 +81,10 @@ def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
 
 
 def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
-    """Return the newest measured speed of each link among these devices, pairs first."""
+    """Return the newest measured speed of each link among these devices.
+
+    Links between two devices come first.
+    """
     labels = {device.id: device.label for device in devices}
     found = []
     for ids, measurement in _find_newest(devices, driver).items():
@@ -91,9 +94,9 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
 
 
 def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
-    """Return the measured link of the largest group among these devices, or None.
+    """Return the measured link that connects the most of these devices, or None.
 
-    If several groups are equally large, their slowest link is returned.
+    If there are several such links, the slowest one is returned.
     """
     newest = _find_newest(devices, driver)
     widest = max(map(len, newest), default=0)

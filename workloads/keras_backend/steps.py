@@ -29,7 +29,7 @@ class KerasSteps:
     """Runs a model's training steps on one device, on several, or in a group of processes.
 
     `placed_step` is the train step of a model whose layers are on several devices. Raises
-    `RequestError` if XLA is to compile a step over several devices.
+    `RequestError` if XLA is requested for several devices, which it doesn't support.
     """
 
     def __init__(self, setup: WorkerSetup, placed_step: TrainStep | None = None) -> None:
@@ -106,7 +106,7 @@ class KerasSteps:
         """Change the shares and passes of the next steps.
 
         There has to be a share for each device. A device with a share of 0 is left out. Raises
-        `RequestError` if this process would have no rows, or if passes aren't possible.
+        `RequestError` if this process would have no rows, or if the setup doesn't allow passes.
         """
         self._check(shares, micro)
         if self._placed_step:
