@@ -87,7 +87,10 @@ def find_single(verdict: Verdict) -> Rival | None:
 
 
 def is_equal(rival: Rival) -> bool:
-    """Return whether a layout ties with the plan, and its measured speed is within 3 % of it."""
+    """Return whether a layout counts as equally fast as the plan.
+
+    It must tie with the plan, and its measured speed must be within 3 % of the plan's.
+    """
     gap = rival.difference
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 

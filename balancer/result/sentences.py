@@ -341,9 +341,10 @@ def _half_width(difference: RateGap) -> float:
 
 
 def _write_tie(rival: Rival, rival_name: str) -> str:
-    """Return how much a layout that ties with the plan differs from it, with the error of that.
+    """Describe the difference in speed between the plan and a layout that ties with it.
 
-    `rival_name` is the layout's name in the sentence.
+    The result includes the error of the difference, and why it counts as a tie. `rival_name` is the
+    layout's name in the sentence.
     """
     gap = rival.difference
     if gap is None:  # from an older version
