@@ -74,7 +74,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def set_plan(
         self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool
     ) -> None:
-        """Store the plan, and reset the state of the current batch."""
+        """Store the plan, and reset the state of the current batch.
+
+        `passes` is the number of passes per batch. `count` returns the denominator of the mean loss
+        of some rows; None means the number of rows. `check` turns on audits.
+        """
         # code that creates a strategy without `__init__` calls this too
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"

@@ -83,7 +83,8 @@ class TrainerAudit:
 class TrainerComputations:
     """Computes a Trainer's loss for a few rows in different ways, for example at once or in parts.
 
-    A way is described by a Computation: functions that compute losses, with the losses' weights.
+    Methods such as `by_shares` return a Computation: functions that compute losses, with the
+    weights of these losses.
     """
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:

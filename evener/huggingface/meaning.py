@@ -268,7 +268,7 @@ class LossFinder:
         return fitting
 
     def _agree_on(self, own: bool) -> bool:
-        """Return `own`, or for a sharded model the first rank's value, so that all ranks agree.
+        """Return `own` or, for a sharded model, the first rank's value, so that all ranks agree.
 
         Every rank of a sharded model has to call this.
         """

@@ -17,10 +17,7 @@ from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
 
 class PassWeights(NamedTuple):
-    """Weights of all passes in an optimizer step, with the number of items in the step.
-
-    `ignores` says whether any rank has ignored labels.
-    """
+    """Weights of all passes in an optimizer step, with the number of items in the step."""
 
     weights: list[float]  # weight of each pass in the mean over its global batch
     items: Any  # num_items_in_batch of all ranks, or None

@@ -92,7 +92,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
     """Load optimizer and scheduler from a checkpoint that was saved from a sharded model.
 
-    Nothing is done for other checkpoints, which the trainer loads itself, and if `folder` is None.
+    Do nothing if `folder` is None, or for other checkpoints, which the trainer loads itself.
     """
     if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
         return

@@ -333,8 +333,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _check_parts(self, part: Any, rows: int) -> None:
         """Check that the loss stays the same if a pass that ran out of memory is divided.
 
-        `part` is the pass, and at most `rows` of its rows are checked. Only a single process that
-        computes a batch in one pass needs this.
+        `part` is the pass, and at most `rows` of its rows are checked. Nothing is checked unless a
+        single process computes each batch in one pass.
         """
         if self._shares.world * sum(self._shares.passes) == 1:
             self._loss = self._find_loss(has_ignored(part.batch), checked_rows=rows)
@@ -440,9 +440,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Log, save and evaluate as the Trainer does; after the last step, average the loss.
+        """Log, save and evaluate as the Trainer does.
 
-        The mean over all ranks is taken.
+        After the last step, also average the training loss over all ranks.
         """
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps

@@ -385,9 +385,9 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Context manager in which a device with only a few rows computes them in two passes.
+        """Context manager in which each device computes its share of `rows` rows in two passes.
 
-        It has no effect if the engine doesn't use passes.
+        A single row takes one pass. There is no effect if the engine doesn't use passes.
         """
         cut = self._engine.cut
         if not cut.in_passes:
@@ -561,7 +561,7 @@ class StepAudit:
         values: Mapping[int, Any],
         variant: str,
     ) -> Finding | None:
-        """Compare gradients, metrics and variables after Keras' own step and the engine's step.
+        """Compare Keras' own step with the engine's: their gradients, metrics and variables.
 
         `values` are temporary values of variables. `variant` describes which values or labels were
         changed for this comparison; it is "" if none were. With a variant, only gradients are
@@ -590,7 +590,7 @@ class StepAudit:
         return self._compare_states(plain, rows, reference, trained)
 
     def _compare_tests(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Compare losses, metrics and variables after Keras' own test step and the engine's."""
+        """Compare Keras' own test step with the engine's: their losses, metrics and variables."""
         plain, shared = steps
         seeds = self._list_seeds()
         reference = plain.run(rows, seeds)
@@ -661,9 +661,9 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return the states of the random generators, so that both steps draw the same numbers.
+        """Return values to set for the random generators, so that both steps draw the same numbers.
 
-        The dict is by the keys of the seed variables.
+        The dict is by the keys of the generators' variables.
         """
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
@@ -776,9 +776,9 @@ class StepAudit:
     def _affects_gradients(
         plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]
     ) -> bool:
-        """Return whether the gradients differ if a variable has one or the other of two values.
+        """Return whether a variable affects the gradients.
 
-        `key` identifies the variable, and `values` are the two values.
+        They are computed for two `values` of the variable with this `key`, and compared.
         """
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
         return compare(one, other) is not None

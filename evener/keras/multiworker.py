@@ -270,9 +270,9 @@ class Workers:
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run the steps of a single call of Keras' function one by one; return the last one's logs.
+        """Run the steps of one call of Keras' train or test function separately.
 
-        Raises StopIteration if there is no batch left.
+        Returns the logs of the last step. Raises StopIteration if there is no batch left.
         """
         # Keras would run the steps as a loop in one graph, whose all-reduces TensorFlow would
         # confuse
@@ -376,8 +376,8 @@ class Workers:
     def _compute_own_rows(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
         """Compute the loss and the gradients of this process's rows.
 
-        Returns the results, and the values before the step of the variables whose changes are
-        summed over all processes.
+        Returns the results, and the earlier values of those variables whose changes are summed over
+        all processes.
         """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)

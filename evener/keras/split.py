@@ -435,7 +435,7 @@ def _choose_engine(
 def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
     """Return a division of batches in which devices may compute their shares in several passes.
 
-    `shares` are the rows of each device, and `micros` the maximum rows of its passes.
+    `shares` are the rows of each device, and `micros` the maximum rows of each device's passes.
     """
     # without passes if each share is a single one
     return Cut(shares, micros=() if micros == shares else micros)
