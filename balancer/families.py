@@ -153,7 +153,7 @@ def write_devices(layout: Layout, labels: Sequence[str]) -> str:
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """Format each used device's fraction of the step, such as "0.600 : 0.400".
+    """Format the fraction of the work that each used device does, such as "0.600 : 0.400".
 
     `ratios` has one fraction for each device of the request. Returns "" if there are many devices.
     """

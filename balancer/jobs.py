@@ -75,7 +75,7 @@ def read_job(header: Header) -> Job:
 def _check_supported_options(job: Job, settings: object) -> None:
     """Raise RequestError if an option doesn't work with these devices or this framework.
 
-    It is also raised if `settings`, those of the workload, can't be written as JSON.
+    It is also raised if the workload's `settings` can't be written as JSON.
     """
     request = job.request
     devices = job.devices

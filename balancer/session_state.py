@@ -74,7 +74,7 @@ def first_state(
 
 
 def advance(state: SessionState, event: Event) -> SessionState:
-    """Return the state that follows when the search emits an event."""
+    """Return the state of a search after an event."""
     replace = msgspec.structs.replace
     at_seconds = max(state.at_seconds, getattr(event, "at_seconds", 0.0))
     if isinstance(event, Started):

@@ -98,7 +98,7 @@ def _explain_failures(
 
 
 def _lost_every_device(observations: Sequence[Observation]) -> bool:
-    """Return whether all probes failed because the device itself failed."""
+    """Return whether every probe failed because of its device, not the code or memory."""
     return all(
         isinstance(observation, Failed) and observation.cause == "device"
         for observation in observations

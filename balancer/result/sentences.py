@@ -1263,7 +1263,7 @@ def find_one_device_command(finished: Finished) -> str:
 
 
 def write_training_step(plan: Plan, path: str) -> str:
-    """Return a line with the command that trains with the plan, and on which hosts to run it.
+    """Return a line with the command that trains with the plan, and with the hosts to run it on.
 
     Returns "" if the plan can't be launched by a command.
     """

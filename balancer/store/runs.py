@@ -187,8 +187,8 @@ def load_training(run: str) -> RecordedTraining | None:
 def load_noise(name: str) -> NoiseEntry:
     """Return the gradient noise scale that a training run measured last.
 
-    If `name` is "last", this is the newest run that measured one. Raises RequestError if there is
-    none.
+    `name` is the run's id or a unique prefix of it, or "last" for the newest run that measured one.
+    Raises RequestError if there is none.
     """
     for run in reversed(_list_ids()) if name == "last" else [find_any(name)]:
         # for example, a training's journal is broken
