@@ -84,7 +84,7 @@ def map_ranks(
 ) -> RankMap:
     """Return which devices the ranks of a layout use, and how many CPU cores each rank keeps busy.
 
-    `busy_cores` has the number of busy cores that was measured for devices, by position.
+    `busy_cores` maps positions to the measured number of busy cores.
     """
     threads = environments[0].threads or 1
     positions = group_key.active * group_key.processes
@@ -149,7 +149,7 @@ def build_commands(
 
 
 def _make_solo_parts(devices: int) -> tuple[float, ...]:
-    """Return how to divide a model's state to measure one device of a sharded layout alone.
+    """Return how to divide a model's state to measure a single device of a sharded layout.
 
     The first fraction is for that device, and is small. The other devices, which don't run, get
     equal fractions of the rest.
@@ -273,7 +273,7 @@ class MemoryBudget:
     def groups_to_end(self, probes: Sequence[Probe], held_bytes: HeldBytes) -> list[Layout]:
         """Return the idle groups of processes that must be ended before the next probes can run.
 
-        `held_bytes` has the bytes that each group holds on its devices. A group is identified by
+        `held_bytes` says how many bytes each group holds on its devices. A group is identified by
         its layout without sizes (`Layout.group_key`).
         """
         wanted = {probe.layout.group_key for probe in probes}

@@ -221,7 +221,7 @@ def _measure_over_transport(
 ) -> Iterator[LinkMeasurement]:
     """Measure all-reduces within each set of devices over one NCCL transport.
 
-    `index_sets` has the indices of each set's devices. Yields one measurement for each set.
+    `index_sets` lists the indices of the devices in each set. Yields one measurement for each set.
     """
     group: LinkGroup | None = None
     everyone = tuple(range(len(devices)))

@@ -169,7 +169,7 @@ class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """Reply: seconds of a step without the delay of enqueuing its kernels; None if unknown."""
+    """Reply: step time in seconds, without the delay of enqueuing kernels; None if unknown."""
 
     seconds: Seconds | None
 

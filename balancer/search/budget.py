@@ -5,7 +5,7 @@ measure every layout once. If all layouts in it train one model over the devices
 nearly the whole budget. It is smaller if layouts with several jobs per device, with placed layers
 or with tuning options follow: each of them starts processes of its own, which takes time.
 
-Before the first step over several devices, devices may be measured alone in more rounds than are
+Before the first step over several devices, single devices may be measured in more rounds than are
 strictly necessary. Such a round may take at most the fraction `EXPLORES` / 2 of the time left for
 this stage, and it must leave enough time for that first step. Any other probe only has to fit.
 """
@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """Seconds that the probes have taken so far."""
+        """The time, in seconds, that the probes have taken so far."""
         return self.time.spent
 
     def probe_seconds(
@@ -132,7 +132,7 @@ class Budget:
         reserved: float = 0.0,
         steps: int | None = None,
     ) -> bool:
-        """Whether the shortest useful probe of a layout can finish before a stage's deadline.
+        """Whether the shortest useful probe of a layout can finish before the deadline of a stage.
 
         - `deadline_stage`: the stage whose deadline counts. It may be later than the probe's own
           stage, if there would be no result without this probe.
@@ -201,7 +201,7 @@ class Budget:
     def least_seconds(
         self, layout: Layout, step_seconds: float | None = None, steps: int | None = None
     ) -> float:
-        """Return the seconds of the shortest useful probe, with process start and warm-up.
+        """Return the duration of the shortest useful probe with its start and warm-up, in seconds.
 
         - `step_seconds`: the expected step time. If it is None, it is measured or predicted.
         - `steps`: how many steps the probe has to time. If it is None, as few as is sensible for
@@ -250,9 +250,9 @@ class Budget:
         return (spent + grown_seconds) / GROWS
 
     def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """Return the deadline of a stage: the seconds that may be spent until its end.
+        """Return how many seconds the search may have taken by the end of a stage.
 
-        Infinite without a budget.
+        Infinite without a budget. `turn` is the round of the final comparison.
         """
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
@@ -266,7 +266,7 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
-        """Return the seconds that a probe spends on warm-up and other untimed work.
+        """Return how many seconds a probe spends on warm-up and other untimed work.
 
         The start of its processes isn't included. If the layout was never measured, the result is
         estimated from the probes of other layouts and from `step_seconds`.
@@ -287,10 +287,10 @@ class Budget:
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return the warm-up seconds of a layout that was only timed in probes of a single step.
+        """Return the warm-up time, in seconds, of a layout that was only timed in single steps.
 
-        Such probes have no warm-up, so their measured overhead doesn't include it. 0 if the layout
-        never ran, or if several steps were timed.
+        Probes of a single step have no warm-up, so their measured overhead doesn't include it. 0 if
+        the layout never ran, or if several steps were timed.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.is_single_step for one in own):
@@ -315,7 +315,7 @@ class Budget:
 
     @cached_property
     def _solo_rates(self) -> dict[int, float]:
-        """The highest measured samples/s of each device on its own, by device position."""
+        """The highest measured throughput of each device on its own, by position, in samples/s."""
         rates: dict[int, float] = {}
         for seen in self._timed:
             layout = seen.probe.layout

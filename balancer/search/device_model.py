@@ -12,7 +12,7 @@ device can't be used. The name of a limit says what it is based on:
     trusted     time: at most the guessed limit, and only as far above the batches that ran as the
                 curve can be trusted; if a fixed batch needs larger shares, this limit is ignored
 
-Probes of the device alone have limits of their own (`guessed_alone_rows`, `trusted_alone_rows`),
+Probes of a single device have limits of their own (`guessed_alone_rows`, `trusted_alone_rows`),
 because a failure costs less there than in a step over several devices. `largest_in_one_pass` is the
 guessed limit, or less if two smaller passes are faster.
 """
@@ -80,7 +80,7 @@ class DeviceModel:
 
     @cached_property
     def solo_curve(self) -> Curve | None:
-        """Step time as a function of the batch if the device trains alone.
+        """Step time as a function of the batch, if the device trains on its own.
 
         None before its first probe.
         """
@@ -90,8 +90,8 @@ class DeviceModel:
     def split_curve(self) -> Curve | None:
         """Compute time as a function of the rows if the device trains together with others.
 
-        The curve is fitted to measurements of the device alone, and to its compute time in measured
-        steps over several devices. None before the first probe.
+        The curve is fitted to measurements of the device on its own, and to its compute time in
+        measured steps over several devices. None before the first probe.
         """
         points: list[Point] = []
         for one in self._group:
@@ -100,7 +100,7 @@ class DeviceModel:
 
     @cached_property
     def lower_bound(self) -> Curve | None:
-        """Lower bound on the step time of the device alone, as a function of the batch.
+        """Lower bound on the step time when only this device is used, as a function of the batch.
 
         It is the lowest curve that the measurements don't rule out. Batches at which it is far
         below `solo_curve` are worth measuring. None before the first probe.
@@ -145,7 +145,7 @@ class DeviceModel:
 
     @cached_property
     def trusted_alone_rows(self) -> int:
-        """The largest batch that a probe of this device alone may try next.
+        """The largest batch that a probe of only this device may try next.
 
         It depends on memory, on the remaining time, and on the largest batch that ran. 0 before the
         first probe.
@@ -159,7 +159,7 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch for which `lower_bound` may predict the step time of the device alone.
+        """The largest batch whose step time on only this device may be predicted by `lower_bound`.
 
         0 as long as no batch has run.
         """
@@ -293,7 +293,7 @@ class DeviceModel:
     def with_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
         """Return the device's curve, with gradient accumulation where that is faster than one pass.
 
-        It predicts the time of a requested global batch on this device alone, in passes with the
+        It predicts how long a requested global batch takes on only this device, in passes with the
         fastest micro-batch. If no global batch was requested, or if one pass is fastest, the result
         is `curve` up to `limit`.
         """

@@ -104,7 +104,7 @@ class Evaluation:
 
     @property
     def _check_seconds(self) -> float:
-        """Seconds to reserve for measuring the winner again."""
+        """The time, in seconds, to reserve for measuring the winner again."""
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
@@ -288,9 +288,9 @@ class Evaluation:
 
     @cached_property
     def best(self) -> Result | None:
-        """The layout to recommend, with its samples/s; None if nothing ran.
+        """The layout to recommend, with its throughput; None if nothing ran.
 
-        The samples/s for which it was chosen are biased upwards, because they are the highest of
+        The throughput for which it was chosen is biased upwards, because it is the highest of
         several noisy values. If it was measured again after that, only the later values count.
         """
         chosen = self._chosen
@@ -307,7 +307,7 @@ class Evaluation:
 
     @cached_property
     def _chosen(self) -> Result | None:
-        """The layout to recommend, with the samples/s for which it was chosen.
+        """The layout to recommend, with the throughput for which it was chosen.
 
         None if nothing ran.
         """
@@ -343,7 +343,7 @@ class Evaluation:
 
     @cached_property
     def _results_that_ran(self) -> dict[Layout, Result]:
-        """The samples/s of each measured layout that is expected to run again.
+        """The throughput of each measured layout that is expected to run again.
 
         If none is expected to, all layouts that ran are included.
         """
@@ -358,7 +358,7 @@ class Evaluation:
         }
 
     def _samples_per_second(self, turns: Turns) -> Interval:
-        """Return the mean samples/s of a layout's measurements, with an interval.
+        """Return the mean throughput of a layout's measurements in samples/s, with its interval.
 
         A probe that timed a single step doesn't show the noise of steps. If there are no other
         probes, the interval is widened by the usual noise.
@@ -385,7 +385,7 @@ class Evaluation:
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
-        """Return the measurements from which a layout's samples/s are computed."""
+        """Return the measurements from which a layout's throughput is computed."""
         return tuple(self._turns(layout).values())
 
     # ------------------------------------------------------------------ the report
@@ -434,7 +434,7 @@ class Evaluation:
     def ranking(self) -> tuple[RankedLayout, ...]:
         """Return the layouts of the final comparison, best first.
 
-        The samples/s of the chosen layout are those that were measured after it was chosen.
+        The throughput of the chosen layout is the one that was measured after it was chosen.
         """
         found = list(self.race.ranking)
         for place, one in enumerate(found):

@@ -14,7 +14,7 @@ from .texts import TextPolicy
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
     """Return the next probes that would improve the predicted speeds.
 
-    Devices are first measured alone. If `with_splits` is set, steps over several devices follow.
+    Single devices are measured first. If `with_splits` is set, steps over several devices follow.
     Empty if no probe is worth its time.
     """
     if isinstance(policy, TextPolicy):

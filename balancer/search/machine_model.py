@@ -61,7 +61,7 @@ def fit_exchange_costs(
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], largest: int) -> tuple[float, ...]:
-    """Fit the exchange seconds of 0 to `largest` devices with a line that doesn't fall.
+    """Fit the exchange time of 0 to `largest` devices, in seconds, with a non-decreasing line.
 
     If all samples have the same number of devices, fewer devices are assumed to take proportionally
     less time, and more devices the same time.
@@ -144,7 +144,7 @@ class MachineModel:
 
     @cached_property
     def exchange(self) -> ExchangeCosts:
-        """Seconds of gradient exchange that computation doesn't hide.
+        """The gradient exchange time, in seconds, that isn't hidden by computation.
 
         Item `[h][k]` is the value for k devices on h hosts.
         """
@@ -198,7 +198,7 @@ class MachineModel:
         return self.exchange_seconds(max(layouts, key=lambda layout: len(layout.active)).active)
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
-        """Return the seconds of gradient exchange between these devices."""
+        """Return the predicted gradient exchange time between these devices, in seconds."""
         return self.exchange[self._count_hosts(positions)][len(positions)]
 
     def _count_hosts(self, positions: Sequence[int]) -> int:
@@ -219,7 +219,7 @@ class MachineModel:
         return len(active), self._count_hosts(active), split.step_seconds - longest, error
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return the predicted compute seconds of each device in a split.
+        """Return the predicted compute time of each device in a split, in seconds.
 
         Devices that were never measured are left out.
         """
@@ -230,7 +230,7 @@ class MachineModel:
         ]
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return the predicted samples/s of a layout; 0 if one of its devices never ran."""
+        """Return the predicted throughput of a layout; 0 if one of its devices never ran."""
         devices = [self.devices[i] for i in layout.computing]
         times = []
         for device in devices:

@@ -302,7 +302,7 @@ class Observations:
         return sorted(found, key=order_probe)
 
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
-        """Return the seconds that probes took in these stages, or in all stages if none are given.
+        """Return how many seconds the probes of these stages took; of all stages if none are given.
 
         If probes ran at the same time, only the longest counts. Rounds of the final comparison
         after `until_turn` are left out.
@@ -328,7 +328,7 @@ class Observations:
         return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
-        """Return the largest micro-batch that ran on the device alone.
+        """Return the largest micro-batch of the steps that ran on only this device.
 
         0.5 if none ran, so that the result can be a divisor.
         """

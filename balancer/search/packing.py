@@ -1,7 +1,7 @@
 """Search for the best number of training jobs to run side by side on one device (a pack).
 
-The number N grows as 1, 2, 3, 5, 8, 13, ... while the jobs' total samples/s rise. Growth ends once
-two larger numbers have failed to beat the best one, or one has failed to run. Then the numbers
+The number N grows as 1, 2, 3, 5, 8, 13, ... while the jobs' total throughput rises. Growth ends
+once two larger numbers have failed to beat the best one, or one has failed to run. Then the numbers
 halfway between the best and its neighbors are tried. More jobs need more memory, and each of them
 takes longer. Therefore the smallest N is chosen that is within `ENOUGH` (5 %) of the fastest, or
 within the tolerance if that is larger.
@@ -58,7 +58,7 @@ class Packing:
     def best_layout(self) -> Layout | None:
         """Return the layout whose number of jobs was the best in the measurements.
 
-        More jobs count as better only if their total samples/s are higher by at least 5 %, or by
+        More jobs count as better only if their total throughput is higher by at least 5 %, or by
         the tolerance if that is larger. If no layout with several jobs has run yet, return the next
         one to measure, or None.
         """
@@ -96,7 +96,7 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """Total samples/s by number of jobs; 0 if that many jobs failed to run."""
+        """Total throughput in samples/s, by number of jobs; 0 if that many jobs failed to run."""
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
@@ -114,7 +114,7 @@ class Packing:
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
 
     def _rate_of(self, layout: Layout) -> float:
-        """Return the total samples/s of a layout's jobs, as a mean over all its measurements."""
+        """Return the total throughput of a layout's jobs, as the mean of all measurements."""
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
@@ -147,7 +147,7 @@ class Packing:
 
     @cached_property
     def _memory_per_job(self) -> Memory:
-        """Memory use of one job by batch, measured alone or next to other jobs."""
+        """Memory use of one job by batch, measured on its own or next to other jobs."""
         memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:
@@ -164,10 +164,10 @@ class Packing:
 def next_size(tried: Rates, largest: int = MOST_PROCESSES) -> int | None:
     """Return the next number of jobs to try; None if enough were tried.
 
-    While the total samples/s rise, each number is the sum of the two before it (1, 2, 3, 5, 8,
+    While the total throughput rises, each number is the sum of the two before it (1, 2, 3, 5, 8,
     ...). After that, the numbers halfway between the best and its neighbors follow.
 
-    - `tried`: total samples/s by number of jobs.
+    - `tried`: total throughput in samples/s, by number of jobs.
     - `largest`: the largest number of jobs allowed.
     """
     best = best_size(tried)
@@ -188,7 +188,7 @@ def next_size(tried: Rates, largest: int = MOST_PROCESSES) -> int | None:
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
     """Return the smallest number of jobs that is nearly as fast as the fastest; None if none ran.
 
-    Its total samples/s are within `tolerance`, a fraction, of the highest.
+    Its total throughput is within `tolerance`, a fraction, of the highest.
     """
     least = max(tried.values(), default=0.0) * (1 - tolerance)
     return min((size for size, rate in tried.items() if rate and rate >= least), default=None)

@@ -102,7 +102,7 @@ class Predictions:
         return self._fastest_split_over(found)
 
     def rate_of(self, batch: int) -> float:
-        """Return the highest predicted samples/s for a global batch; 0 if it doesn't fit."""
+        """Return the highest predicted throughput for a global batch; 0 if it doesn't fit."""
         split = self._fastest_split_over(self._trusted_devices, batch)
         rates = [split.samples_per_second if split else 0.0]
         for position in self.machine.live:
@@ -147,9 +147,9 @@ class Predictions:
 
     @cached_property
     def best_single_rate(self) -> float:
-        """The highest samples/s of a single device while the other devices are idle.
+        """The highest throughput of a single device while the others are idle, in samples/s.
 
-        For devices that weren't measured in this way, the samples/s are predicted.
+        For devices that weren't measured in this way, it is predicted.
         """
         found = [
             self.machine.others_idle.get(i) or self.single(i)
@@ -158,9 +158,10 @@ class Predictions:
         return max((one.samples_per_second for one in found if one), default=0.0)
 
     def single(self, position: int) -> Allocation | None:
-        """Return the fastest batch for this device alone, or None if it can't train alone.
+        """Return the fastest batch for training on only this device; None if that is impossible.
 
-        It can't if no batch fits, if it never ran alone, or if the workload needs all devices.
+        It is impossible if no batch fits, if the device never ran on its own, or if the workload
+        needs all devices.
         """
         device = self.machine.devices[position]
         if device.solo_curve is None or not device.largest_in_one_pass or self.problem.all_together:
@@ -209,7 +210,7 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return the smallest batch with which each device alone reaches `rate` samples/s.
+        """Return the smallest batch with which each device reaches `rate` samples/s on its own.
 
         None for a device that can't reach it.
         """
@@ -261,5 +262,5 @@ def split_over_hosts(
 
 
 def fastest(found: Iterable[Allocation | None]) -> Allocation | None:
-    """Return the allocation with the highest samples/s; None if there is none."""
+    """Return the allocation with the highest throughput; None if there is none."""
     return max((one for one in found if one), key=lambda one: one.samples_per_second, default=None)

@@ -89,10 +89,10 @@ class Race:
         return self._next_turn(whole, Stage.KNOBS if chosen.knobs else Stage.RACE, include_all=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
-        """Return a probe that measures the winner again, to get samples/s without bias.
+        """Return a probe that measures the winner again, to get its throughput without bias.
 
-        The samples/s for which it was chosen are the highest of several noisy values. More than one
-        such probe is made if a device was throttled, or if the samples/s are still uncertain. Empty
+        The throughput for which it was chosen is the highest of several noisy values. More than one
+        such probe is made if a device was throttled, or if the throughput is still uncertain. Empty
         if no more are needed, or if one failed.
         """
         layout = best.layout
@@ -108,7 +108,7 @@ class Race:
         return self._budget.probes(layout, Stage.CHECK, max(turns, default=FIRST_TURN) + 1)
 
     def _needs_more_checks(self, best: Result, check_count: int) -> bool:
-        """Whether the winner's samples/s are uncertain, and further checks may help.
+        """Whether the winner's throughput is uncertain, and further checks may help.
 
         `check_count` is the number of checks that were made.
         """
@@ -298,13 +298,13 @@ class Race:
 
     @property
     def turn_seconds(self) -> float:
-        """Seconds that it takes to measure each layout and each tuning option once."""
+        """The time to measure each layout and each tuning option once, in seconds."""
         candidates = sum(self._budget.least_seconds(one.layout) for one in self.running)
         return candidates + self._knobs_seconds
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """Seconds that it takes to measure the winner with each tuning option once."""
+        """The time to measure the winner with each tuning option once, in seconds."""
         return sum(self._budget.least_seconds(rival.layout) for rival in self._knob_rivals)
 
 

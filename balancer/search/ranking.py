@@ -49,7 +49,7 @@ TurnsByLayout = Mapping[Layout, Turns]
 class Difference(msgspec.Struct, frozen=True):
     """How much faster one layout is than another, with its uncertainty.
 
-    `value` is the mean relative difference of their samples/s over `turns` pairs of measurements.
+    `value` is the mean relative difference of their throughputs over `turns` pairs of measurements.
     `deviation` is the standard deviation of a single pair.
     """
 
@@ -77,7 +77,7 @@ class Difference(msgspec.Struct, frozen=True):
 class RankedLayout(msgspec.Struct, frozen=True):
     """A layout of the final comparison, with its result and its difference from the winner.
 
-    `against` is its samples/s divided by the winner's, minus 1; None for the winner itself.
+    `against` is its throughput divided by the winner's, minus 1; None for the winner itself.
     """
 
     candidate: Candidate
@@ -88,12 +88,12 @@ class RankedLayout(msgspec.Struct, frozen=True):
 
     @property
     def result(self) -> Result:
-        """The layout with its samples/s and number of measurements."""
+        """The layout with its throughput and number of measurements."""
         return Result(self.candidate.layout, self.throughput, self.turns)
 
     @property
     def unclear(self) -> bool:
-        """Whether the layout ties with the winner although their samples/s differ by more than 3 %.
+        """Whether the layout ties with the winner although its throughput differs by more than 3 %.
 
         The measurements are then too noisy to show which of the two is faster.
         """
@@ -112,7 +112,7 @@ class RankedLayout(msgspec.Struct, frozen=True):
 def rank(
     candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
 ) -> tuple[RankedLayout, ...]:
-    """Return the measured layouts: the winner first, then the others by samples/s."""
+    """Return the measured layouts: the winner first, then the others, fastest first."""
     ran = [candidate for candidate in candidates if turns.get(candidate.layout)]
     ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
     if not ran:
@@ -167,7 +167,7 @@ def _list_tolerable(
     """Return the layouts that are slower than the fastest by at most the tolerance.
 
     Only synchronous layouts are considered, because the batches of others can't be compared.
-    `leader` has the measurements of the fastest layout.
+    `leader` are the measurements of the fastest layout.
     """
     synchronous = [candidate for candidate in measured if candidate.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
@@ -176,8 +176,8 @@ def _list_tolerable(
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
     """Whether a layout is slower than the fastest by at most `tolerance`, a fraction.
 
-    If the difference is uncertain, up to half a percent more is allowed. `one` and `leader` have
-    the measurements of the two layouts.
+    If the difference is uncertain, up to half a percent more is allowed. `one` and `leader` are the
+    measurements of the two layouts.
     """
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
@@ -236,7 +236,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
 
 
 def throughput(turns: Turns) -> Interval:
-    """Return the mean samples/s of all measurements, with a 95 % confidence interval."""
+    """Return the mean throughput of all measurements, with a 95 % confidence interval."""
     measured = [seen.throughput for _, seen in sorted(turns.items())]
     if len(measured) == 1:
         return measured[0]

@@ -44,5 +44,5 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     own_rate: float = 0.0  # predicted samples/s at the script's own batch; 0: unknown
 
     def turns_of(self, layout: Layout) -> tuple[Timed, ...]:
-        """Return the measurements from which a layout's samples/s are computed; empty if none."""
+        """Return the measurements from which a layout's throughput is computed; empty if none."""
         return self.turns.get(layout, ())

@@ -139,7 +139,7 @@ class RowPolicy:
         return sorted(fitting, key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
-        """Return the samples/s of a layout on one device, predicted if it wasn't measured.
+        """Return the throughput of a layout on one device, predicted if it wasn't measured.
 
         With `contended`, measurements made while the other devices were busy count too.
         """
@@ -151,7 +151,7 @@ class RowPolicy:
         )
 
     def efficient(self) -> list[Layout]:
-        """Return layouts with many samples/s per unit of a cost such as power.
+        """Return layouts with a high throughput per unit of a cost such as power.
 
         They are candidates for an objective that accepts a slower layout with lower costs.
         """
@@ -160,7 +160,7 @@ class RowPolicy:
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the most samples/s per unit of cost, such as per watt.
+        """Return the splits with the highest throughput per unit of cost, such as per watt.
 
         Only splits at most `max_slowdown` slower than the fastest layout are considered. The best
         comes first. Empty until a cost is known.
@@ -190,8 +190,8 @@ class RowPolicy:
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
         """Yield sets of devices that may be the most efficient.
 
-        A set has at least two of the usable devices, but not all of them. `costs` has each device's
-        cost while it trains and while it is idle.
+        A set has at least two of the usable devices, but not all of them. `costs` lists each
+        device's cost while it trains, and while it is idle.
         """
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
@@ -228,7 +228,7 @@ class RowPolicy:
         ]
 
     def _split_rates(self) -> dict[Layout, float]:
-        """Return the highest measured samples/s of each layout over several devices."""
+        """Return the highest measured throughput of each layout over several devices."""
         batch = self.problem.global_batch
         found = [
             split
@@ -243,7 +243,7 @@ class RowPolicy:
         """Return the split with the smallest batch that is fast enough.
 
         A split is fast enough if it is slower than the fastest one by at most the tolerance.
-        `rates` are samples/s by split; there must be at least one.
+        `rates` gives the throughput of each split; there must be at least one.
         """
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(rates.values()) * (1 - tolerance)

@@ -91,7 +91,7 @@ class Search:
         return self._evaluation.belief()
 
     def best(self) -> Result | None:
-        """Return the layout to recommend so far, with its samples/s; None if nothing ran."""
+        """Return the layout to recommend so far, with its throughput; None if nothing ran."""
         return self._evaluation.best
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:

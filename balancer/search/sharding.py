@@ -3,8 +3,8 @@
 The state is the parameters, gradients and optimizer state. In sharded training, each device holds a
 fraction of it, and gathers the model's units (blocks of layers) while it computes.
 
-Each device is first measured alone, with only a small part of the state. This shows its step time,
-and the memory that it needs in addition to the state. Then the rows with the highest expected
+Each device is first measured on its own, with only a small part of the state. This shows its step
+time, and the memory that it needs in addition to the state. Then the rows with the highest expected
 samples/s are chosen, and the state is divided so that it fills the memory that these rows leave
 free. From then on, this division stays the same. The best rows are searched for as in training
 without shards, within the memory that is left. Measurements of steps over all devices show how much
@@ -117,15 +117,15 @@ class Proposal(msgspec.Struct, frozen=True):
     seconds: float
 
     def rate(self, more_seconds: float = 0.0) -> float:
-        """Return the predicted samples/s if a step takes `more_seconds` longer."""
+        """Return the predicted throughput, in samples/s, if a step takes `more_seconds` longer."""
         return self.layout.global_batch / (self.seconds + more_seconds)
 
 
 class Sharding:
     """The search for the fastest layout that shards the model over all devices.
 
-    Each device is first measured alone, with a small part of the state. The memory and time of its
-    rows show how large a part of the state it should hold. Then steps over all devices are
+    Each device is first measured on its own, with a small part of the state. The memory and time of
+    its rows show how large a part of the state it should hold. Then steps over all devices are
     measured.
     """
 
@@ -306,9 +306,9 @@ class Sharding:
 
     @property
     def _row_demands(self) -> list[RowDemand]:
-        """Memory and time of rows on each device, from the first two probes in which it ran alone.
+        """Memory and time of rows on each device, from its first two solo probes.
 
-        Devices that never ran alone are left out.
+        A solo probe has no other device in its layout. Devices without such probes are left out.
         """
         # later ones would change the division, which must stay the same after a whole step
         first = Observations(self._problem)
@@ -413,7 +413,7 @@ class Sharding:
         ]
 
     def _communication_seconds(self, timed: Timed) -> float:
-        """Return how many seconds of a step are communication, such as gathering parameters."""
+        """Return how many seconds of a step are spent on communication, such as gathering."""
         layout = timed.probe.layout
         return max(0.0, timed.step_seconds - expect_seconds(layout, self._row_demands))
 
@@ -526,7 +526,7 @@ def _subtract_bytes(
 
 
 def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
-    """Fit the time of a pass; return its fixed seconds, and the seconds per row."""
+    """Fit the time of a pass; return its fixed part and the time per row, in seconds."""
     points = sorted(device.alone, key=lambda point: point.batch)
     first, last = points[0], points[-1]
     proportion = last.seconds / last.batch
@@ -544,7 +544,7 @@ def divide_state(
     problem: Problem,
     without_rows: frozenset[int] = frozenset(),
 ) -> StateDivision | None:
-    """Return the division of the state with the highest samples/s, or None if it doesn't fit.
+    """Return the division of the state with the highest throughput, or None if it doesn't fit.
 
     A requested global batch is computed in one pass if it fits, otherwise by gradient accumulation.
 
@@ -591,7 +591,7 @@ def propose(
 
 
 def expect_seconds(layout: Layout, demands: Sequence[RowDemand]) -> float:
-    """Return the predicted compute seconds of a sharded step, without any communication."""
+    """Return the predicted compute time of a sharded step in seconds, without communication."""
     passes = max(map(layout.passes, layout.computing))
     rows = [max(1.0, layout.shares[i] / passes) for i in layout.computing]
     pairs = zip(layout.computing, rows, strict=True)
@@ -633,7 +633,7 @@ class StateDivider:
         self._of_step = self._state / (self._state + problem.state.step_bytes)
 
     def divide(self) -> StateDivision | None:
-        """Return the division with the highest samples/s; None if the state doesn't fit.
+        """Return the division with the highest throughput; None if the state doesn't fit.
 
         Call this if the global batch is free, or if a requested one takes several passes. For a
         requested batch in one pass, use `divide_for`.
@@ -701,7 +701,7 @@ class StateDivider:
         return min(left) > 0 and sum(left) >= self._state
 
     def _rate(self, rows: Sequence[float]) -> float:
-        """Return the predicted samples/s if the devices have these rows."""
+        """Return the predicted throughput, in samples/s, if the devices have these rows."""
         return sum(rows) / max(self._row_demands[i].seconds(rows[i]) for i in self._computing)
 
     def _parts(self, rows: Sequence[float]) -> StateDivision:

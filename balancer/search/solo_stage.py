@@ -1,4 +1,4 @@
-"""The first stage of a search: measure the step time and memory of each device alone.
+"""The first stage of a search: measure the step time and memory of each device on its own.
 
 All devices run at the same time, each in its own process. A round is one probe on each device that
 takes part. The first two rounds run small batches. They give a first estimate of the step time as a
@@ -43,7 +43,7 @@ Batches = dict[DeviceModel, int]  # the batch of each device in a round
 
 
 class SoloStage:
-    """Chooses which batches to measure on each device alone, before any step over several devices.
+    """Chooses the batches to measure on single devices, before any step over several devices.
 
     The stage ends when no further batch promises enough speedup to be worth its time.
     """
@@ -123,7 +123,7 @@ class SoloStage:
         """Return the second batch of each device that should measure it in the next round.
 
         Slow devices are left out if waiting for them gains little. Empty if the round isn't worth
-        its time. `due` has the second batch of all devices that haven't run it.
+        its time. `due` maps each device that hasn't run its second batch to this batch.
         """
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
@@ -201,7 +201,7 @@ class SoloStage:
     def _cheap_round(self) -> tuple[Probe, ...]:
         """Return short probes that cost little of the remaining time; empty if there are none.
 
-        They measure equal shares, or batches near the one with the highest samples/s so far.
+        They measure equal shares, or batches near the one with the highest throughput so far.
         """
         wanted: Batches = {}
         for one in self._devices_of_split:
@@ -363,7 +363,7 @@ class SoloStage:
         return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in device.points)
 
     def _probe_seconds(self, device: DeviceModel, batch: int) -> float:
-        """Return the seconds of the shortest useful probe of this batch."""
+        """Return the duration, in seconds, of the shortest useful probe of this batch."""
         layout = solo(self._problem.devices, device.position, batch)
         return self._budget.least_seconds(layout, _step_seconds(device, batch))
 
@@ -376,7 +376,7 @@ class SoloStage:
 
     @cached_property
     def _reserved_seconds(self) -> float:
-        """Seconds to reserve for the first measurement of a layout that can become the plan.
+        """The time, in seconds, to reserve for first measuring a layout that can become the plan.
 
         0 once such a measurement exists.
         """
@@ -475,7 +475,7 @@ def _step_seconds(device: DeviceModel, batch: int) -> float:
 
 
 def _rate_upper_bound(due: Batches, devices: Sequence[DeviceModel]) -> float:
-    """Return an upper bound on the samples/s that these devices reach together.
+    """Return an upper bound on the throughput that these devices reach together, in samples/s.
 
     It assumes that the batches in `due` take only as long as the first batch that each device ran.
     """

@@ -6,8 +6,8 @@ devices' compute times are reported, it also shows how fast each device is while
 too. From this, the next split is predicted and measured. The stage ends when the predicted split
 was measured already, or promises at most 0.2 % more samples/s than the layouts that ran.
 
-In the first stage, all devices run at once and so slow each other down. A device that may be faster
-alone than every split is therefore measured again while the others are idle. With a requested
+In the first stage, all devices run at once and so slow each other down. A single device that may be
+faster than every split is therefore measured again while the others are idle. With a requested
 global batch, this may happen before the first split, with the fastest device. Its probe must then
 take little of the remaining time, or the device must be predicted to beat the split. The time isn't
 wasted: each split is later compared with this device, and no new process has to start.
@@ -89,7 +89,7 @@ class SplitStage:
 
     @cached_property
     def _best_rate(self) -> float:
-        """The samples/s that a new layout has to beat.
+        """The throughput, in samples/s, that a new layout has to beat.
 
         This is the highest value predicted for a measured split, or measured on a single device
         while the others were idle.

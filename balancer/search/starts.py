@@ -62,7 +62,10 @@ class StartTimes:
 
     @cached_property
     def out_of_memory_restart_seconds(self) -> float:
-        """Seconds to restart a process that ran out of memory; 0 if such processes keep running."""
+        """The time, in seconds, to restart a process after it ran out of memory.
+
+        0 if such processes keep running.
+        """
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
         for seen in self._seen.in_stage(Stage.SOLO):
             if isinstance(seen, (Timed, OutOfMemory)):

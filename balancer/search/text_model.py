@@ -63,7 +63,7 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
 def fit_rates(
     rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Fit the seconds per unit of each kind of work, by weighted non-negative least squares.
+    """Fit the time per unit of each kind of work, by weighted non-negative least squares.
 
     Each row of `rows` has the amounts of work in one measurement, for example of passes and tokens.
     `values` are the measured seconds, and `errors` their standard errors. Returns the seconds per
@@ -145,7 +145,7 @@ class TextModel(MachineModel):
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
-        """Return the measured seconds of steps with a single pass of rows of one length.
+        """Return the measured times, in seconds, of steps with a single pass of rows of one length.
 
         The keys are the numbers of tokens in the pass.
         """
@@ -189,7 +189,7 @@ class TextModel(MachineModel):
         return is_noise(gaps)
 
     def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
-        """Return the steps that were measured on the device alone.
+        """Return the steps that were measured on only this device.
 
         The keys are the number of rows, the micro-batch and the row length. The row length is 0 for
         rows of several lengths.
@@ -228,13 +228,13 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """Return the known costs of devices that train together, or of a single device alone."""
+        """Return the known costs of devices that train together, or of one device on its own."""
         costs = self.costs if len(positions) > 1 else self.costs_alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return the predicted compute seconds of each device in a measured split.
+        """Return the predicted compute time of each device in a measured split, in seconds.
 
         Devices without a known cost are left out.
         """
@@ -335,7 +335,7 @@ class TextModel(MachineModel):
         )
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return the predicted samples/s of a layout; 0 if the cost of a device is unknown."""
+        """Return the predicted throughput of a layout; 0 if the cost of a device is unknown."""
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}
         # a cost that was fitted to small passes predicts too little time for large ones

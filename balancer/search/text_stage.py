@@ -10,7 +10,7 @@ The cost of rows on a device is determined by four kinds of passes:
 All devices run at the same time. A small pass says nothing about the cost of tokens on a fast GPU,
 where launching kernels takes longer than computing them. The larger passes show it.
 
-To test the costs, the global batch is then measured on each device alone, and in the layout over
+To test the costs, the global batch is then measured on each single device, and in the layout over
 several devices that should be the fastest according to the costs. More such layouts follow while
 the compute times of the last one lead to a different assignment of rows.
 """

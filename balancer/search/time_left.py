@@ -50,7 +50,7 @@ class TimeLeft:
 
     @cached_property
     def spent(self) -> float:
-        """Seconds that all probes so far have taken."""
+        """The time, in seconds, that all probes have taken so far."""
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
@@ -106,7 +106,7 @@ class TimeLeft:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """Median of the seconds that probes spend on warm-up and other untimed work.
+        """The median time, in seconds, that probes spend on warm-up and other untimed work.
 
         The start of processes isn't included.
         """

@@ -55,7 +55,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
     @property
     def best_rate(self) -> float:
-        """The highest measured samples/s of the device in its own process; 0 if it never ran.
+        """The device's highest measured throughput on its own, in samples/s; 0 if it never ran.
 
         Other devices may have computed at the same time, each in its own process.
         """
@@ -296,7 +296,7 @@ def _typical_noise(measurements: Iterable[Timed]) -> float:
 def _own_seconds(timed: Timed, position: int) -> float:
     """Return the device's compute time in a step, in seconds; 0 if unknown.
 
-    If it wasn't reported and the device ran alone, this is the whole step time.
+    If it wasn't reported and no other device took part, this is the whole step time.
     """
     own = timed.device_seconds[position]
     if own:

@@ -21,9 +21,9 @@ SHARDS_REDUCES = 1.5
 
 
 def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the predicted seconds of a ring all-reduce of `size` bytes over a number of ranks.
+    """Return the predicted time, in seconds, of a ring all-reduce of `size` bytes.
 
-    0 for a single rank, or if the link's speed is unknown.
+    `ranks` is the number of ranks. 0 for a single rank, or if the link's speed is unknown.
     """
     # the latency was measured over `link.ranks` ranks, and grows in proportion to the steps of the
     # ring
@@ -35,7 +35,7 @@ def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
 
 
 def shard_pass_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the predicted seconds of data transfer in one pass of sharded training.
+    """Return the predicted time, in seconds, of data transfer in one pass of sharded training.
 
     `size` is the size of all parameters in bytes. Latency isn't included.
     """

@@ -65,7 +65,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """Intercept in bytes and slope in bytes per row of the peak memory.
 
         The line goes through the points of the two largest batches that aren't nearly equal. None
-        with fewer than two such batches.
+        if there are fewer than two such batches.
         """
         if len(self.distinct_points) < 2:
             return None
@@ -119,7 +119,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return int(rows * self.limit_bytes / used) if used else None
 
     def largest_to_try(self, cap: int, quantum: int = 1, just_below_failure: bool = False) -> int:
-        """Return the largest batch that a probe of the device alone should try.
+        """Return the largest batch that a probe of only this device should try.
 
         It is the predicted limit or, without a prediction, a multiple of the largest batch that
         ran. After a failure, it lies between the largest batch that ran and the smallest that

@@ -52,8 +52,8 @@ Sample = tuple[float, float, float]  # x, y, weight
 class Point(msgspec.Struct, frozen=True):
     """A measured step time.
 
-    It has the batch in rows, the seconds of a step, their relative standard error, and the number
-    of gradient-accumulation passes.
+    The fields are the batch in rows, the time of a step in seconds, the relative standard error of
+    this time, and the number of gradient-accumulation passes.
     """
 
     batch: int
