@@ -402,7 +402,10 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Return how the step time of one rank breaks down, as a mean over several blocks."""
+    """Return the mean breakdown of a step of one rank.
+
+    `parts` are the breakdowns of blocks, which have `steps` steps in all.
+    """
 
     def mean(seconds: Sequence[float | None]) -> float | None:
         known = [each for each in seconds if each is not None]

@@ -367,7 +367,8 @@ class ChildProber:
     ) -> ChildGroup:
         """Start the processes of a layout, and let them build the workload.
 
-        Raises GroupError if a process fails; the other processes are then ended.
+        `group_key` is the layout without its sizes. Raises GroupError if a process fails; the other
+        processes are then ended.
         """
         progress.enter("starting")
         assigned = assign_devices(self._resolved, group_key)
@@ -547,11 +548,10 @@ class ChildProber:
         progress.report_stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append a probe process's output to the run's error file.
+        """Append a probe process's output to the run's error file, under a title.
 
-        Returns False if that fails.
+        Returns False if that fails, or if the run has no error file.
         """
-        # also False if the run has no error file
         if self._error_file is None:
             return False
         with (

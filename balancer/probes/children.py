@@ -258,8 +258,9 @@ class ChildGroup:
     ) -> list[Reply]:
         """Send a command to each rank, and return their replies in the order of ranks.
 
-        `command` is called with each rank, and returns the command for it. Raises the same errors
-        as `receive`.
+        `command` is called with each rank, and returns the command for it. `expected` is the type
+        of the replies. Raises GroupError if a rank fails or doesn't reply within `seconds`, and
+        StoppedError once `stop` is set.
         """
         for child in self.children:
             child.send(command(child.rank))
@@ -336,7 +337,8 @@ class ChildGroup:
         """Tell all ranks to release their cached memory.
 
         Returns the bytes that are still held on each device, by position; devices for which this is
-        unknown are left out. Raises the same errors as `receive`.
+        unknown are left out. Raises GroupError if a rank fails or doesn't reply within `seconds`,
+        and StoppedError once `stop` is set.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]

@@ -401,7 +401,10 @@ class ServerProcess(ChildServer):
         return self._process.poll() is None
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a signal to the process with this key; None means the server itself."""
+        """Send a signal to the process with this key, or to its whole process group.
+
+        None as the key means the server itself.
+        """
         if key is None:
             self._process.send_signal(number)
         else:

@@ -38,7 +38,10 @@ MOST_HELD = 256  # maximum number of sockets that are held
 
 
 def choose_engine(job: Job, group_key: Layout) -> str:
-    """Return the engine that synchronizes a layout's devices, or "" if they train separately."""
+    """Return the engine that synchronizes a layout's devices, or "" if they train separately.
+
+    `group_key` is the layout without its sizes.
+    """
     if not group_key.traits.together:
         return ""
     return choose_group_engine(job, [job.devices[i] for i in group_key.active])
@@ -63,12 +66,18 @@ def choose_group_engine(job: Job, devices: Sequence[Device]) -> str:
 
 
 def runs_in_one_process(job: Job, group_key: Layout) -> bool:
-    """Return whether one process drives all devices of a layout."""
+    """Return whether one process drives all devices of a layout.
+
+    `group_key` is the layout without its sizes.
+    """
     return group_key.traits.placed or choose_engine(job, group_key) in ONE_PROCESS
 
 
 def assign_devices(job: Job, group_key: Layout) -> list[list[Device]]:
-    """Return the devices that each process of a layout uses, by rank."""
+    """Return the devices that each process of a layout uses, by rank.
+
+    `group_key` is the layout without its sizes.
+    """
     devices = [job.devices[i] for i in group_key.active]
     if group_key.traits.side_by_side and group_key.placement == "logical":
         devices = [_split_memory(device, group_key.processes) for device in devices]

@@ -236,7 +236,10 @@ class Measurement:
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_with_kept_batch(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """Warm up, and then measure the step time with a batch that stays in memory."""
+        """Warm up, and then measure the step time with a batch that stays in memory.
+
+        `step_seconds` is the step time with new batches.
+        """
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         # a warm-up, because cores and GPUs that have waited for rows are slower at first
         self._time_kept_for(seconds / 2, step_seconds, stop)
@@ -332,7 +335,11 @@ class Measurement:
         return (MeasurementDoubt("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
-        """Return the command that runs the steps of the next block."""
+        """Return the command that runs the steps of the next block.
+
+        Independent processes on one device run for a fixed time, based on `step_seconds`, instead
+        of a fixed number of steps. So none is idle while others finish.
+        """
         if self._probe.layout.processes == 1:
             # the trainings of a pack run for the same time, so that none idles while others finish
             return RunSteps(steps)

@@ -44,7 +44,8 @@ def copy_script(script: Path) -> ScriptCopy:
 def copy_workload(workload: str) -> ScriptCopy | None:
     """Return a copy of the script that a workload like "train.py:build" names.
 
-    Returns None for a workload that isn't in a file. Raises RequestError as `copy_script` does.
+    Returns None for a workload that isn't in a file. Raises RequestError if the script and the
+    modules in its folder are too large.
     """
     home = workload.rpartition(":")[0]
     return copy_script(Path(home)) if home and names_a_file(home) else None

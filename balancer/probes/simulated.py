@@ -304,14 +304,18 @@ class _SimulatedProbe:
     def _slowed(self, elapsed: float) -> tuple[float, int]:
         """Return the largest slowdown of any device by throttling, as a fraction.
 
-        Also returns the position of that device, or -1 if no device is throttled.
+        `elapsed` is the time since the probe began, in seconds. Also returns the position of that
+        device, or -1 if no device is throttled.
         """
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1
 
     def _find_lost_device(self, elapsed: float) -> Failed | None:
-        """Return the failure of a device that is lost by this time, or None."""
+        """Return the failure of the probe if a device has been lost by now, or None.
+
+        `elapsed` is the time since the probe began, in seconds.
+        """
         at = self._start + elapsed
         for i in self._probe.layout.active:
             if self._machine.lost(i, at):
@@ -341,8 +345,10 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """Return a random factor for the duration of a block with this many steps."""
-        # `noise`: the relative standard deviation of one step's duration
+        """Return a random factor for the duration of a block with this many steps.
+
+        `noise` is the relative standard deviation of a single step's duration.
+        """
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 
     def _report_timing(self, elapsed: float, timer: BlockTimer) -> None:

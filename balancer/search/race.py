@@ -223,8 +223,9 @@ class Race:
     ) -> tuple[Probe, ...]:
         """Return the next probe of the current round, or the first one of the next round.
 
-        With `include_all`, all layouts take part, because the winner is known already. Otherwise,
-        only those that may still win do.
+        `stage` is the final comparison, or the comparison of tuning options. With `include_all`,
+        all layouts take part, because the winner is known already. Otherwise, only those that may
+        still win do.
         """
         taken = {rival.layout: set(self._seen.turns(rival.layout, stage)) for rival in rivals}
         # further turns replace those in which a device was throttled
@@ -241,7 +242,11 @@ class Race:
         return ()
 
     def _reserved_seconds(self, layout: Layout, stage: Stage) -> float:
-        """Return how many seconds later probes of the comparison will need."""
+        """Return how many seconds to keep for later probes of the comparison.
+
+        They are another probe of this layout and, in the final comparison, a round of the tuning
+        options.
+        """
         knobs = self._knobs_seconds if stage == Stage.RACE else 0.0
         # another such probe and, in the race, a turn with each knob
         return self._budget.least_seconds(layout) + knobs
@@ -249,7 +254,10 @@ class Race:
     def _rivals_in_turn(
         self, rivals: Sequence[Candidate], stage: Stage, turn: int
     ) -> list[Candidate]:
-        """Return the layouts that are to be measured in a round, because they may still win."""
+        """Return those rivals that are to be measured in a round, because they may still win.
+
+        `stage` is the final comparison, or the comparison of tuning options.
+        """
         # the first turn of the race is in `_first_turn`
         if turn == FIRST_TURN and stage == Stage.KNOBS:
             return list(rivals)
@@ -261,9 +269,10 @@ class Race:
     def _find_undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before_turn: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the layouts that need another measurement, and whether others are tied.
+        """Return the rivals that need another measurement, and whether some are tied.
 
-        Only measurements from rounds before `before_turn` count.
+        `stage` is the final comparison, or the comparison of tuning options. Only measurements from
+        rounds before `before_turn` count.
         """
         turns = {}
         for one in rivals:

@@ -730,6 +730,6 @@ def _round_parts(sizes: Sequence[float]) -> tuple[float, ...]:
 def state_bytes_at_peak(state: ModelState, in_passes: bool) -> int:
     """Return the bytes of the state that exist while activations are at their peak.
 
-    Without gradient accumulation, there are no gradients yet at that moment.
+    Gradients exist at that moment only if a step has several passes (`in_passes`).
     """
     return state.state_bytes - (0 if in_passes else state.gradient_bytes)

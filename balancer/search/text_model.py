@@ -85,8 +85,9 @@ def _solve_non_negative(
 ) -> tuple[tuple[float, ...], float]:
     """Solve a least-squares problem whose coefficients must not be negative.
 
-    Returns the coefficients and the sum of squared residuals. It tries every subset of columns, so
-    it is meant for few columns only. The columns have norm 1, or 0 if they are empty.
+    The weighted sum of the columns is to approximate `wanted`. Returns the coefficients and the sum
+    of squared residuals. Every subset of columns is tried, so this is meant for few columns only.
+    The columns have norm 1, or 0 if they are empty.
     """
     if not columns:
         return (), _dot(wanted, wanted)
@@ -215,7 +216,10 @@ class TextModel(MachineModel):
         )
 
     def _contention_factor(self, position: int, alone: StepCost) -> float:
-        """Return how many times slower the device is while others compute too; 1.0 if unknown."""
+        """Return how many times slower the device is while others compute too; 1.0 if unknown.
+
+        `alone` is the cost of a step on this device when it trains on its own.
+        """
         own = 0.0
         expected = 0.0
         for split in self.splits:
@@ -401,9 +405,9 @@ class TextModel(MachineModel):
 def _draw_batches(
     ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int
 ) -> Sequence[RowAssignment]:
-    """Draw sample batches of row lengths from the data, and assign their rows to the devices.
+    """Draw sample batches from the data's row lengths, and assign their rows to the devices.
 
-    The same lengths are drawn in every search.
+    The same lengths are drawn in every search. `ranks` has the cost of rows on each device.
     """
     factor, prime = _DRAW
     rows = range(max(batch, DRAWN_ROWS // batch * batch))

@@ -158,7 +158,10 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
 
 
 def _fits_no_rows(store: Observations, position: int, by_rows: Sequence[Observation]) -> bool:
-    """Whether the device has too little memory for the model itself, without any rows."""
+    """Whether the device has too little memory for the model itself, without any rows.
+
+    `by_rows` are the device's observations of layouts whose rows all cost the same.
+    """
     if any(isinstance(seen, Timed) for seen in by_rows):
         return False
     full = [seen for seen in by_rows if _out_of_memory(store, position, seen)]
@@ -218,7 +221,10 @@ def _why_unusable(store: Observations, position: int, explored: Sequence[Observa
 
 
 def _throttling_factor(store: Observations, position: int, own: _ObservationsByUse) -> float:
-    """Return how many times slower the device is because it is throttled; 1.0 if it isn't."""
+    """Return how many times slower the device is because it is throttled; 1.0 if it isn't.
+
+    `own` groups the device's observations by how it was measured.
+    """
     throttled = _throttled_until_now(store, position)
     unthrottled = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
     unthrottled_curve = fit_curve(unthrottled) if throttled else None
