@@ -289,7 +289,10 @@ class _SimulatedProbe:
     def _throttle(
         self, step: float, own_seconds: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the step time and compute times, lengthened for devices that are throttled now."""
+        """Return the step time and compute times, lengthened for devices that are throttled now.
+
+        `elapsed` is the time since the probe began, in seconds.
+        """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(own_seconds))]
         longest = max(filter(None, own_seconds), default=0.0)

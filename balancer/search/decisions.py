@@ -69,7 +69,10 @@ def _explain_split(layout: Layout, had_split: bool) -> str:
 
 
 def explain_no_device(model: MachineModel) -> End:
-    """Return why the search ended, if no device is usable; the detail has each device's reason."""
+    """Return why the search ended, if no device is usable.
+
+    The detail gives the reason for each device.
+    """
     words = [
         f"device {i}: {device.lost or f'out of memory at batch {device.memory.smallest_failed}'}"
         for i, device in enumerate(model.devices)

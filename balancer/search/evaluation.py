@@ -325,9 +325,9 @@ class Evaluation:
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
         """Return the measured layouts from which the winner is chosen.
 
-        They have the requested global batch. A layout that wasn't in the final comparison must be
-        of a requested kind, and must differ measurably from those that were. A condition that no
-        layout meets is ignored.
+        They have the requested global batch. A layout that wasn't in the final comparison (`raced`)
+        must be of a requested kind, and must differ measurably from those that were. A condition
+        that no layout meets is ignored.
         """
         fit = [
             one

@@ -102,7 +102,7 @@ class FamilyView:
         """Return the layout in which jobs on one device each get an equal part of its memory.
 
         It has as many jobs as `plain`, the best layout of jobs that share memory freely. If there
-        is no time left to measure that, it is the largest such layout that ran.
+        is no time left to measure this layout, the largest one of this kind that ran is returned.
         """
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (timed.probe.layout for timed in self._seen.timed())

@@ -175,8 +175,9 @@ class Predictions:
     def smallest_fast_enough(self, fraction: float) -> Allocation | None:
         """Return the allocation with the smallest batch that is predicted to be fast enough.
 
-        It may be slower than the fastest by at most `fraction` times the tolerance. None if a
-        global batch was requested or the tolerance is 0.
+        It is fast enough if it is slower than the fastest one by at most `fraction` times the
+        tolerance. None if a global batch was requested, if the tolerance is 0, or if nothing is
+        predicted yet.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:
