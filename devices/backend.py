@@ -203,7 +203,7 @@ class VitalsWatch:
     def answer(self, until: float = 0.0) -> Vitals:
         """Return the latest vitals, after waiting for a reading that is in progress.
 
-        The wait ends at `until` at the latest, which is in seconds of the monotonic clock.
+        `until` is when the wait ends at the latest, in seconds of the monotonic clock.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
@@ -337,7 +337,7 @@ class Backend(Protocol):
         return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
-        """Return the text that selects a device in `--devices`, from the device's id.
+        """Return the part of a `--devices` request that selects the device with this id.
 
         Raises DeviceError if the device can't train.
         """
@@ -372,7 +372,10 @@ class Backend(Protocol):
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
-        """Do the same as `show`, but with indices instead of UUIDs if the devices have both."""
+        """Return environment variables that make only these devices visible, in this order.
+
+        If the devices have both indices and UUIDs, the variables contain the indices.
+        """
         return self.show([device.id for device in devices])
 
     def name_in(self, framework: str, number: int) -> str:

@@ -1,6 +1,6 @@
 """CPU slices: the cores of the CPU, divided into equal sets that are used as devices.
 
-This module reads their metrics, and has the settings of processes that train on them.
+This module reads their metrics, and defines the environment of processes that train on them.
 """
 
 from __future__ import annotations
@@ -220,9 +220,10 @@ class CpuSlices(Backend):
         return Discovery(tuple(chosen), (note,) if spare else ())
 
     def write_term(self, device_id: str) -> str:
-        """Return the text that requests a slice, such as `cpu/2:0` for `cpu-0-of-2`.
+        """Return the part of a `--devices` request that selects a slice, such as `cpu/2:0`.
 
-        Raises `PlanError` if the id isn't that of a slice.
+        For example, `cpu/2:0` selects the slice with the id `cpu-0-of-2`. Raises `PlanError` if the
+        id isn't that of a slice.
         """
         found = re.fullmatch(r"cpu-(\d+)-of-(\d+)", device_id)
         if not found:

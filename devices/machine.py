@@ -56,7 +56,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def seconds(self, devices: int, hosts: int = 1) -> float:
         """Return how long a gradient synchronization takes in seconds, or 0 for a single device.
 
-        If the devices are on two or more hosts, the times of the network are added.
+        If the devices are on two or more hosts, the time for the network is added.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0

@@ -96,7 +96,8 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 def _check_positions(file: MachineFile, source: str) -> None:
     """Raise `RequestError` if two placements have the same name, or if there are too few devices.
 
-    The machine has to have each device of an event, and as many devices as each placement uses.
+    There are too few if a placement uses more devices than the machine has, or if an event is for a
+    device that it doesn't have.
     """
     devices = len(file.device)
     for i, placement in enumerate(file.placement):

@@ -20,7 +20,7 @@ DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of device
 class Limit(msgspec.Struct, frozen=True):
     """A limit for a device's compute, its memory or both, given after `@` in `--devices`.
 
-    It is enforced on real devices. Simulated devices become slower or smaller.
+    It is enforced on real devices. A simulated device becomes slower or has less memory.
     """
 
     percent: float | None = None  # of its compute, above 0 and at most 100

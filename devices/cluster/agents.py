@@ -289,10 +289,11 @@ class RemoteObject:
 
 
 def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ...]:
-    """Start evener's actor on each node, unless one of this process already runs there.
+    """Start evener's actor on each node, and return an agent for each node.
 
-    If `reserve` is True, each actor reserves the free GPUs of its node. Raises `DeviceError` if an
-    actor doesn't start within a minute.
+    An actor that this process started earlier is used again, unless it has died or lacks the
+    reservations that are needed now. If `reserve` is True, each actor reserves the free GPUs of its
+    node. Raises `DeviceError` if an actor doesn't start within a minute.
     """
     agents = []
     for node in nodes:

@@ -197,7 +197,7 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """Return each message once, after the names of all hosts that reported it."""
+    """Return each message once, preceded by the names of all hosts that reported it."""
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
         for note in discovery.notes:

@@ -100,7 +100,7 @@ class NvidiaGpus(Backend):
     settle_seconds = 0.12  # the driver's profiler needs at least 0.1 s between samples
 
     def has_started_driver(self, files: Collection[str]) -> bool:
-        """Return True if CUDA has been initialized in this process."""
+        """Return True if CUDA has been initialized in this process. `files` isn't used."""
         return cuda_library.has_started()
 
     def list_devices(self) -> Listing:

@@ -352,9 +352,9 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return a field's reading or, if it has no value, that of an equivalent NVML call.
+        """Return the reading of a field or, if the field has no value, of an equivalent NVML call.
 
-        `fallback` is the name of the metric that makes the call.
+        `fallback` is the name of the metric that makes this call.
         """
         return (
             field
@@ -374,7 +374,10 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return the throttled time in percent, and the reasons, with the longest first."""
+        """Return the percentage of time for which the GPU was throttled, and the reasons.
+
+        The reason that lasted longest comes first.
+        """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
         shares = {
@@ -511,9 +514,10 @@ class GpuProcesses:
             raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
-        """Return how much each process uses the multiprocessors, in percent.
+        """Return how much each process uses the multiprocessors, in percent, by pid.
 
-        The second value applies to all processes that aren't in the dict.
+        The second value is the reading for all processes that aren't in the dict: 0, or the reason
+        why NVML can't report their use.
         """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(

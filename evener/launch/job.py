@@ -118,7 +118,7 @@ class HostJob(msgspec.Struct, frozen=True):
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
     def with_process_per_device(self) -> HostJob:
-        """Return the same job, but with a separate process for each device: a TensorFlow worker."""
+        """Return the same job, but with a separate TensorFlow worker process for each device."""
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = assign_devices(
             [device for process in self.processes for device in process], one_process=False
@@ -129,8 +129,8 @@ class HostJob(msgspec.Struct, frozen=True):
     def environment(self, own_variables: Sequence[dict[str, str]] = ()) -> dict[str, str]:
         """Return the environment variables for this host's processes.
 
-        `own_variables` contains further variables for each process, in order. It may be shorter
-        than the number of processes.
+        `own_variables` has additional variables for each process, in the order of the processes.
+        Processes after the end of the list get none.
         """
         # settings that differ between processes are in the variable STARTS, which `start_rank`
         # reads
@@ -306,8 +306,8 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 def _choose_framework(plan: Plan, script: str) -> str:
     """Return the framework that the plan names, or else the one that the script imports.
 
-    If neither names one, the result is "torch". Raises PlanError if the script imports another
-    framework than the plan names.
+    If the plan names none and the script imports none, the result is "torch". Raises PlanError if
+    the plan names one framework and the script imports another.
     """
     imported = script_framework(Path(script)) if script != "-m" else ""
     if plan.framework not in FRAMEWORKS:

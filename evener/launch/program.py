@@ -283,7 +283,10 @@ def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int])
 
 
 def _find_last_plan(even_plan: Plan, command: ProgramCommand) -> ChosenPlan | None:
-    """Return the shares that the latest run of the same command on these devices saved, or None."""
+    """Return the plan that the latest run of the same command saved, or None if there is none.
+
+    `even_plan` is the plan with equal shares. Only runs on the same devices count.
+    """
     wanted = _digest_command(command, even_plan)
     for path in sorted(runs_folder().glob(f"*/{SAVED_FILE}"), reverse=True):
         with suppress(EvenerError, OSError, msgspec.DecodeError):

@@ -186,7 +186,7 @@ def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
 
 
 def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
-    """Return the share changes from the record that contains the most."""
+    """Return the share changes of the training run, from the record that lists the most changes."""
     return max((record.changes for record in records), key=len)
 
 
@@ -206,7 +206,7 @@ def _speed(record: LiveRecord) -> float:
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
     """Return a device's measurements over the whole training run.
 
-    If these are unknown, the measurements are over its last steps.
+    If the record has no times for the whole run, those of the last steps are used.
     """
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)

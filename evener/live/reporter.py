@@ -49,7 +49,10 @@ from .journal import TrainingJournal
 
 
 class DeviceTimes(NamedTuple):
-    """A device's times per step in seconds. LiveDevice explains the fields."""
+    """The times of a device in a typical step, in seconds.
+
+    The fields have the same meaning as in LiveDevice.
+    """
 
     own_work_s: float = 0.0
     waiting_s: float = 0.0
@@ -286,7 +289,7 @@ class Reporter:
     def close(self) -> None:
         """Delete the file of the live record, and finish the journal.
 
-        If a step is reported later, both begin again.
+        If a step is reported later, a new file is written and the journal continues.
         """
         with self._lock:
             if self._file is not None:
@@ -302,9 +305,9 @@ class Reporter:
                 self._journal.close()
 
     def discard(self) -> None:
-        """Close without writing a last record, and delete the copy for the launcher.
+        """Close the reporter, and delete the copy of its record that the launcher would read.
 
-        Use it if another reporter also reports this training run. The journal stays.
+        Use it if another reporter also reports this training run. The journal isn't deleted.
         """
         with self._lock:
             self._last_call = None

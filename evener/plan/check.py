@@ -24,12 +24,12 @@ def check_fit(
     - `devices`: ids of the devices.
     - `world`: number of processes.
     - `workload_digest`: digest of the model.
-    - `strict`: whether to raise an error for a warning, too.
+    - `strict`: whether to raise PlanError if there are any warnings.
     - `global_batch`: rows per step; by default the plan's.
     - `framework`: "torch" or "tensorflow".
 
-    Arguments that are None aren't compared with the plan, and neither is a digest that the plan
-    lacks. Raises PlanError if the plan can't be used here.
+    An argument that is None isn't compared with the plan. The digest isn't compared if the plan has
+    none. Raises PlanError if the plan can't be used here.
     """
     # a placement has no batches; a pack's batch is that of each of its training runs
     if plan.layout.traits.placed:

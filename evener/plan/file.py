@@ -176,9 +176,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
         """Return how many rows of a global batch each device computes.
 
-        `global_batch` is the plan's by default. The result adds up to it. If rows have unequal
-        lengths, the plan has fractions of the cost of a batch, which are used as fractions of the
-        rows. Raises RequestError if `global_batch` isn't a whole number of at least 0.
+        `global_batch` is the plan's by default. The rows add up to it. In a plan for rows of
+        unequal lengths, the ratios are fractions of a batch's cost; they are used as fractions of
+        its rows here. Raises RequestError if `global_batch` isn't a whole number of at least 0.
         """
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:

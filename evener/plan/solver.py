@@ -18,8 +18,8 @@ from .layout import Knots, Share
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
     """Return, for each share of a plan, its device's step time as a function of rows.
 
-    If any share has no curve, step times are assumed to be proportional to rows, and all shares to
-    take the same time.
+    If any share has no curve, none of the curves is used. Instead, each device's step time is
+    assumed to be proportional to its rows, and to be the same on all devices with the plan's rows.
     """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 

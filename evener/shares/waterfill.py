@@ -356,7 +356,7 @@ def _divide_batch(
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """Return the finish times to try for a free batch, in seconds and ascending order.
+    """Return the finish times to try if the global batch isn't fixed, in seconds and sorted.
 
     At these times, the slope of a device's curve changes, or a device finishes its first quantum.
     """
@@ -472,8 +472,8 @@ def _earliest_reaching(
 ) -> Allocation | None:
     """Return the allocation with the earliest finish time at which `rate` is reached.
 
-    `rate` is in samples/s. The finish time is in the interval of `crossing`. Returns None if no
-    device finishes any rows by then.
+    `rate` is in samples/s. The finish time is searched for in the interval of `crossing`. Returns
+    None if no device can finish any rows in that time.
     """
     _, earliest, latest, k = crossing
     for _ in range(HALVINGS // 2):

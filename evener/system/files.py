@@ -17,7 +17,7 @@ from ..errors import RequestError, as_request_error
 
 
 def state_folder() -> Path:
-    """Return evener's state folder, which is created if necessary.
+    """Return the folder in which evener keeps its state. It is created if necessary.
 
     Raises RequestError if the folder can't be used or other users may write to it.
     """
@@ -27,7 +27,7 @@ def state_folder() -> Path:
 
 
 def runs_folder() -> Path:
-    """Return the folder of all runs, which is created if necessary.
+    """Return the folder that contains all runs. It is created if necessary.
 
     Raises RequestError if the folder can't be used or other users may write to it.
     """
@@ -99,8 +99,8 @@ def read_whole(
 ) -> bytes:
     """Read a whole file of at most 4 MiB, or a pipe if data arrive within five seconds.
 
-    `what` says in error messages what the file should be, such as "plan". Raises `error`, with
-    `remedy`, if the file can't be read.
+    `what` says what the file should be, such as "plan", for error messages. Raises `error`, with
+    the remedy `remedy`, if the file can't be read.
     """
     with (
         as_request_error(f"The {what} {path} can't be read", remedy, error),

@@ -73,7 +73,7 @@ class CoreWatch:
         return bool(self._before)
 
     def read(self) -> Starvation:
-        """Return how long the process waited since the last reading.
+        """Return how long the process has waited for a CPU core since the last reading.
 
         The first reading is made when this object is created.
         """

@@ -177,10 +177,10 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Compare one tensor's gradient in two computations, and return the difference.
+    """Compare a tensor's gradients from two computations, and return the difference.
 
-    `largest` is the norm of the reference's largest gradient. `noises` is the result of
-    `find_noises`. Returns None if all gradients are 0.
+    `largest` is the norm of the largest gradient of all tensors in the reference. `noises` is the
+    result of `find_noises`. Returns None if all gradients are 0.
     """
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
@@ -224,9 +224,10 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 
 
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
-    """Return the norm by which the difference of a tensor's gradients is divided.
+    """Return the norm by which the difference between two gradients of a tensor is divided.
 
-    It is at least the fraction SMALL of `largest`, the norm of the largest gradient of all tensors.
+    It is the larger norm of the two gradients, but at least the fraction SMALL of `largest`.
+    `largest` is the norm of the largest gradient of all tensors.
     """
     # A gradient that is 0 except for rounding, such as that of a bias before a softmax, has no
     # meaningful norm. Its rounding is a fraction of the summed terms, which are as large as those

@@ -51,10 +51,10 @@ def count_smaller_passes(rows: int, max_rows: int, min_rows: int = 1) -> int:
 
 
 def count_equal_passes(rows: Sequence[int], max_rows: Sequence[int]) -> int:
-    """Return how many passes all ranks should take, so that no pass exceeds its rank's limit.
+    """Return how many passes every rank should take, so that no pass exceeds its rank's limit.
 
-    Every rank takes the same number of passes. `rows` are the ranks' rows, and `max_rows` the
-    ranks' limits per pass.
+    All ranks take the same number of passes. `rows` are the rows of each rank in a step, and
+    `max_rows` are the ranks' limits in rows per pass.
     """
     return max(1, *map(count_passes, rows, max_rows))
 
@@ -72,7 +72,7 @@ def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float,
 class Pass(NamedTuple):
     """A forward and backward pass over some rows of a batch.
 
-    It is a pass of the plan or, after memory ran out, one of several smaller pieces of that pass.
+    It is either a pass as planned or, after memory ran out, a smaller piece of such a pass.
     """
 
     number: int  # index of the plan's pass in the batch, from 0
@@ -84,7 +84,7 @@ class Pass(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The index after this pass's last row, counted from the first row of the plan's pass."""
+        """The index after this piece's last row, counted from the first row of the planned pass."""
         return self.start + self.rows
 
     @property
@@ -238,8 +238,8 @@ class PassQueue:
     def complete(self) -> bool:
         """Record that the pass returned by `take` succeeded.
 
-        Returns False if it is a piece of a pass that ran out of memory, and pieces of that pass
-        still have to be computed.
+        Returns False if it is a piece of a pass that ran out of memory, and other pieces of that
+        pass still have to be computed.
         """
         taken, self._taken = self._taken, None
         assert taken is not None
@@ -251,9 +251,9 @@ class PassQueue:
     def retry(self, is_whole: bool = True) -> None:
         """Put the pass that `take` returned back into the queue, because it ran out of memory.
 
-        If `is_whole` is True, `complete` returns False until all rows of this pass are computed.
-        Set it to False for a piece of a pass that failed earlier: `complete` then returns False
-        until all rows of that earlier pass are computed.
+        `complete` then returns False until all rows of this pass are computed. Set `is_whole` to
+        False if the pass is only a piece of a pass that failed earlier. Then `complete` returns
+        False until all rows of that earlier pass are computed.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

@@ -110,8 +110,8 @@ class Rebalancer:
     without exchanging the result.
 
     - `shares`: rows of each rank.
-    - `curves`: for each device, its step time in seconds as a function of its rows; measured, or
-      assumed to be proportional.
+    - `curves`: for each device, its step time in seconds as a function of its rows. A curve that
+      wasn't measured is a straight line: step time proportional to rows.
     - `max_rows`: maximum rows per pass of each rank; 0 if unknown.
     - `passes`: whether a share may be computed in several passes.
     - `names`: names of the devices for messages; by default "rank 0" and so on.
@@ -271,8 +271,8 @@ class Rebalancer:
     ) -> None:
         """Update how many rows fit in each rank's memory.
 
-        The parameters are those of `observe`. If a rank needs a different number of passes
-        afterwards, past windows are discarded.
+        `observe` explains the parameters. If a rank then needs a different number of passes, past
+        windows are discarded.
         """
         ranks = range(len(self.shares))
         self._rooms = list(map(self._find_room, ranks, fits, passes_fit))
@@ -348,7 +348,7 @@ class Rebalancer:
         return learned
 
     def _learn_extras(self) -> bool:
-        """Estimate how much time each further pass costs on each rank.
+        """Estimate how much time each pass after the first adds on each rank.
 
         The estimate uses the times before and after the last change of shares. Returns True if
         there is a new estimate for any rank.
@@ -375,7 +375,10 @@ class Rebalancer:
         return learned
 
     def _list_extras(self) -> list[float]:
-        """Return the seconds that each pass after the first is predicted to add on each rank."""
+        """Return, for each rank, the predicted extra time of each pass after the first, in seconds.
+
+        The extra time is added to the time that the rank's curve gives for the rows of the pass.
+        """
         # The seconds are for the speed that a rank's curve describes. For the current speed, they
         # are multiplied by the rank's factor. A rank without a learned value gets the mean of the
         # learned values, or 0 if there are none.
@@ -387,7 +390,10 @@ class Rebalancer:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _update_noise(self, factors: tuple[float, ...]) -> None:
-        """Update the estimates of how much each rank's compute time varies between windows."""
+        """Update the estimates of how much each rank's compute time varies between windows.
+
+        `factors` are the ranks' compute times in the newest window, divided by the predicted ones.
+        """
         # a rank's noise is the standard deviation of the logarithm of its factor, from one window
         # to the next
         if not self._windows:
@@ -442,7 +448,8 @@ class Rebalancer:
         """Return how large a gain must be, as a fraction, for the shares to change.
 
         It rises with the noise of the measurements, and falls with the number of windows, `span`.
-        `factors` times `seconds` are the ranks' compute times, and `rest_s` is the rest of a step.
+        `factors` times `seconds` are the ranks' compute times. `rest_s` is how much longer a step
+        takes than the slowest rank computes, in seconds.
         """
         # Noise is the variation from one window to the next, and drift that over many windows. The
         # longer a rank computes in a step, the more its variation counts.
@@ -473,7 +480,8 @@ class Rebalancer:
         """Estimate the largest gain in speed that any other shares could bring, as a fraction.
 
         The estimate uses the slopes of the curves. `factors` are the ranks' measured compute times
-        divided by the predicted ones, and `rest_s` is the rest of a step in seconds.
+        divided by the predicted ones. `rest_s` is how much longer a step takes than the slowest
+        rank computes, in seconds.
         """
         # The slopes are those at the current shares. `_find_faster_shares` checks this estimate
         # first, because solving for the shares takes far longer.
@@ -635,10 +643,10 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _common_compute_time(own_work_s: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the compute time of all ranks after rows are moved to make it equal.
+    """Return the compute time that all ranks would have in common if rows were moved between them.
 
-    `own_work_s` are the ranks' compute times now in seconds. `rates` says how many more rows each
-    rank computes if it gets one more second.
+    `own_work_s` are the ranks' present compute times in seconds. `rates` says how many more rows
+    each rank computes if it gets one more second.
     """
     return math.fsum(map(mul, own_work_s, rates)) / math.fsum(rates)
 
@@ -661,10 +669,10 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """Return True if a rank's factor is closer to its new value than to its usual one.
+    """Return True if a rank's factor is closer to its new value than to its usual value.
 
-    `shift` is the logarithm of the new value divided by the usual one, and closeness is also
-    measured on a logarithmic scale.
+    Distances are measured on a logarithmic scale. `shift` is the logarithm of the new value divided
+    by the usual value.
     """
     return math.log(factor / usual) / shift > 0.5
 

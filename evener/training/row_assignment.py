@@ -35,8 +35,9 @@ class PartialAssignment:
 class AssignmentSearch:
     """Searches for assignments of a batch's rows to ranks that let all ranks finish early.
 
-    `lengths` are the rows' lengths in tokens, the longest first. Without `saves_padding`, a rank
-    gets several passes only if its memory requires it.
+    `lengths` are the rows' lengths in tokens, the longest first. If `saves_padding` is True, a rank
+    may get several passes so that less padding is needed. Otherwise, it gets several passes only if
+    its memory requires it.
     """
 
     def __init__(

@@ -41,10 +41,10 @@ class RunningSums:
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
         """Add the times of one step, or of a part of a step.
 
-        `step` has them in the order of StepSums' fields. Its first item, the number of steps, is 0
-        if the step hasn't ended yet. `seconds` is the sum of the times. `own_s` is the duration
-        that `take_fast_step` uses, by default `seconds`; give it if the times were scaled up to
-        include steps that weren't timed.
+        `step` contains the times in the order of StepSums' fields. Its first item, the number of
+        steps, is 0 if the step hasn't ended yet. `seconds` is the sum of the times. `own_s` is the
+        duration that counts for `take_fast_step`, by default `seconds`. Give it if the times were
+        scaled up to include steps that weren't timed.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds

@@ -221,9 +221,9 @@ class _Finder:
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return the error margin, in seconds, of how long a step takes after a remedy.
+    """Return the error margin, in seconds, of the step time that is predicted after a remedy.
 
-    The remedy removes `seconds` from the step.
+    `seconds` is how much time the remedy saves in each step.
     """
     # The margin is half of the 95 % interval. The rest of the step may take more or less time than
     # before.
@@ -247,7 +247,7 @@ def list_stragglers(steps: Sequence[RankStep], step_s: float) -> list[int]:
 def _find_exchange(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> Iterator[StepPart]:
-    """Yield the all-reduce of gradients, if it takes at least 10 % of the step."""
+    """Yield the all-reduce of gradients as a part of a step, if it takes at least 10 % of it."""
     # Only the time after the last gradient counts: an exchange during the computation costs no
     # time.
     if len(ranks) < 2:
@@ -348,7 +348,10 @@ def _find_unequal_work(
 
 
 def _balanced_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the ranks' compute time in seconds, assuming shares in proportion to their speeds."""
+    """Return the compute time, in seconds, if each rank's share were in proportion to its speed.
+
+    All ranks would then compute for the same time.
+    """
     shares = [rank.share or 1 for rank in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
     total = math.fsum(rates)
