@@ -39,7 +39,7 @@ def advise(optimizer: Any, loader: Any) -> str:
 
     The call stack shows which variables hold the trained models and the data loader, and where the
     training loop begins. So call this in a step of the script's `optimizer`. `loader` is None if
-    the rows come from no `DataLoader`.
+    the script uses no `DataLoader`.
     """
     # The code is for PyTorch. The suggested lines keep the global batch, and belong right before
     # the outermost loop. If the model is on a GPU, the first line has to run before the model is
@@ -211,8 +211,8 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str,
 def _list_names(frame: FrameType) -> dict[str, Any]:
     """Return the values that code in this frame can use, by name, such as "model" or "self.model".
 
-    They are the frame's variables, attributes of the user's objects among them, and the elements of
-    lists.
+    These are the frame's variables, the attributes of those that are objects of the user's classes,
+    and the elements of lists.
     """
     # attributes are listed for objects of the script's own classes
     names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}

@@ -4,7 +4,7 @@ In a user's plain loop, evener can compute a loss again to test whether unequal 
 the trainer of a library such as Lightning, it can't. Therefore the first steps under `evener run`
 have equal shares, and two checks are made. An audit compares gradients of a few rows, divided
 equally and by the plan's shares. The user's own collectives are watched, because their results may
-affect a later loss. If neither check finds a reason against it, the plan's shares take effect.
+affect a later loss. If neither check finds a problem, the plan's shares take effect.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EvenStart:
         return shares
 
     def note_collective(self, name: str, line: str) -> None:
-        """Remember the first collective that the user's callbacks have called, with its line."""
+        """Record the first collective that a callback of the user calls, and its line."""
         if not self._exchanged:
             self._exchanged = f"{name} ({line})"
 

@@ -165,8 +165,8 @@ class Exchanges:
     def find_line(self, guard: Guard | None) -> str:
         """Return the line of the user's code that called the collective, such as "train.py:12".
 
-        The result is "" if a known library called it, or if it is part of another collective or of
-        a replayed step.
+        The result is "" if a known library called it, or if the call is part of another collective
+        or of a replayed step.
         """
         if self._nested or (guard is not None and guard.is_replaying):
             return ""
@@ -178,10 +178,11 @@ class Exchanges:
             return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
     def note_entered(self, collective: str, affected: str) -> None:
-        """Record that a collective's result affects something, so that shares have to stay equal.
+        """Record that a collective's result affects something, so shares have to stay equal.
 
-        `affected` names what is affected, for example "its loss". The first such record becomes
-        `fault`. Nothing is recorded if `collective`, which describes the collective, is "".
+        `collective` describes the collective, such as "all_reduce (train.py:12)"; if it is "",
+        nothing is recorded. `affected` names what is affected, for example "its loss". The first
+        such record becomes `fault`.
         """
         if collective and not self.fault:
             self.fault = (
@@ -193,8 +194,8 @@ class Exchanges:
     def handling_rows(self) -> Iterator[None]:
         """Context manager for library code that handles ranks' different row counts itself.
 
-        In it, collectives run without padding, and exchanging rows isn't a reason to keep shares
-        equal.
+        Inside it, collectives run without padding, and exchanging rows isn't a reason to keep
+        shares equal.
         """
         before, self._knows_rows = self._knows_rows, True
         try:
@@ -232,7 +233,11 @@ class Exchanges:
             )
 
     def _mark_total(self, call: ExchangeCall, guard: Guard, result: Any) -> None:
-        """Mark a collective's result as a total over all rows, which is the same for all shares."""
+        """Mark a collective's result as a total over all rows.
+
+        Such a total is the same whatever the shares are. The result of a gather is marked as values
+        that add up to a total.
+        """
         _forget_filled(call, guard)
         filled = result if call.filled is None else call.filled
         if call.name in _GATHERS:

@@ -232,7 +232,7 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 def _without_rank() -> Iterator[None]:
     """Context manager that hides RANK and similar variables from processes that are started in it.
 
-    Nothing is hidden unless one of evener's ranks runs the script alone.
+    Nothing is hidden if evener didn't start this process, or if other ranks already run the script.
     """
     # With these variables, child processes would act as ranks that evener started. They stay if
     # evener didn't start this process, or if other ranks run the program by now.

@@ -132,7 +132,7 @@ class Guard(Recorder):
 
     @property
     def done(self) -> bool:
-        """Whether the batch's loss was seen, or recording has ended."""
+        """Whether the batch's loss has been seen, or recording has ended."""
         return self.losses > 0 or not self._handles
 
     def __torch_function__(
@@ -167,16 +167,17 @@ class Guard(Recorder):
     def _is_user_constant(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is a small constant of the script, such as task weights.
 
-        The result is False for totals over all ranks' rows, because shares don't change them.
+        Totals over all ranks' rows don't count, because they come from data and not from the
+        script.
         """
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
         return super()._is_user_constant(tensor) and not is_total
 
     def _record_number_use(self, function: Any, arguments: Any) -> None:
-        """Record a call that scales gradients or weights by a number from this rank's rows.
+        """Record a call that scales gradients or weights by a number that only this rank has.
 
-        Such a number was computed from the rows, or from how many there are.
+        Such a number was computed from this rank's rows or from their count.
         """
         super()._record_number_use(function, arguments)
         if self.local_use or not is_arithmetic(function):
@@ -375,7 +376,7 @@ class Guard(Recorder):
         return record
 
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Compare the loss of a few rows with their loss in unequal parts, together with all ranks.
+        """Together with all ranks, compare a few rows' loss as one batch and in unequal parts.
 
         Every rank has to call this. Returns the first rank's error message, or "" if there is none.
         """
@@ -454,7 +455,8 @@ class Guard(Recorder):
         """Return an error message if the loss is divided by a random count, or "".
 
         An example is the number of tokens that the user's script has masked at random. `counts`
-        says which constants change with the row count, as in `LossRecord.compute`.
+        says which constants change with the row count: none, the row count itself, or also its
+        multiples (see `LossRecord.compute`).
         """
         # the audit has drawn the same numbers for every row, so that all rows count equally
         few = None if self._is_ragged else choose_few_rows(self.batch, self.rows)
@@ -506,7 +508,7 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """Whether the script scales summed gradients by a number that could be its row count."""
+        """Whether losses are sums and the script scales gradients by what may be its row count."""
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:
@@ -561,7 +563,7 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
 def make_sketcher(models: Iterable[Any], losses_only: bool = False) -> GradientSketcher:
     """Return a GradientSketcher for the gradients of all models.
 
-    With `losses_only`, it summarizes only their losses.
+    With `losses_only`, only the losses are summarized.
     """
     every = list(models)
     return GradientSketcher(every, name_tensors(every), losses_only=losses_only)

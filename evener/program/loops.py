@@ -51,7 +51,7 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 def begin_loader_subclass(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     """Hook of `__iter__` in subclasses of `DataLoader`, such as torchdata's.
 
-    It returns a `Loop` if the loader's batches train a model and PyTorch's own iterator makes them.
+    It returns a `Loop` if the batches train a model and come from PyTorch's own iterator.
     """
     # with any other iterator, the number of batches fetched ahead is unknown
     if getattr(loader.batch_sampler, "opens", False) or not PROGRAM.trains(loader):
@@ -65,7 +65,10 @@ def begin_loader_subclass(wrapped: Any, loader: Any, arguments: Any, keywords: A
 
 
 def begin_wrapping_loader(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Hook of loaders that wrap a `DataLoader`, such as accelerate's and timm's."""
+    """Hook of loaders that wrap a `DataLoader`, such as accelerate's and timm's.
+
+    It returns a `Loop` if the loader's batches train a model.
+    """
     inner = getattr(outer, "base_dataloader", None) or outer.loader
     return Loop(inner, wrapped, outer) if PROGRAM.trains(inner) else wrapped()
 
@@ -212,8 +215,8 @@ class SharedBatches:
     """Batch sampler that gives each rank its share of the global batch instead of an equal part.
 
     It replaces the loader's own batch sampler, `script_sampler`. Batches are divided by shares only
-    for a loop that has set `opens`; other loops get the original batches. If the rows can't be
-    divided, `fault` says why.
+    for a training loop, which sets `opens` to True first; other loops get the original batches. If
+    the rows can't be divided, `fault` says why.
     """
 
     def __init__(self, script_sampler: Any, fault: str) -> None:

@@ -48,7 +48,10 @@ class TensorMarks:
         return "" if storage is None else self._written.get(StorageWeakRef(storage), "")
 
     def find_own(self, tensor: torch.Tensor) -> str:
-        """Return the mark of this tensor object itself, or ""."""
+        """Return the mark of this tensor object, or "" if it has none.
+
+        A mark of its storage doesn't count.
+        """
         return str(self._made.get(tensor, ""))
 
     def remove(self, tensor: torch.Tensor) -> None:

@@ -150,8 +150,8 @@ class Notebook:
     def leave(self) -> None:
         """Write this rank's `RankNote` to the folder that `evener run` has chosen.
 
-        If nothing has trained with the plan's shares, print a reason that is still pending. Without
-        a folder, nothing happens.
+        If nothing has trained with the plan's shares, the note includes a pending reason for that,
+        which is printed unless it was before. Without a folder, nothing happens.
         """
         if not self.settings.folder:
             return

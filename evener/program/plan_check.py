@@ -1,4 +1,4 @@
-"""End a script that `evener launch` started with a plan but that never opens the plan."""
+"""End a script that `evener launch` started but that never opens its plan."""
 
 from __future__ import annotations
 

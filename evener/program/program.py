@@ -111,7 +111,7 @@ class Program:
     def trains(self, loader: Any) -> bool:
         """Return whether a loop over `loader` trains a model rather than evaluates it.
 
-        The result is False without other ranks, and inside `left_unchanged`.
+        The result is False if there is only one rank, and inside `left_unchanged`.
         """
         # a model is in training mode, or the loader has trained before: some programs leave their
         # models in evaluation mode after an epoch
@@ -164,9 +164,9 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Count a backward pass; after several without an optimizer step, say why shares are equal.
+        """Count a backward pass, and warn after several of them without an optimizer step.
 
-        In strict mode, it then raises RequestError.
+        The warning says why shares stay equal. In strict mode, RequestError is then raised.
         """
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -212,9 +212,10 @@ class Program:
                 self._check_exchanged_values(optimizer)
 
     def _check_exchanged_values(self, optimizer: Any) -> None:
-        """Record if values from other ranks affect the loss, gradients, weights or settings.
+        """Check whether values from other ranks affect the loss, gradients, weights or settings.
 
-        The settings are the optimizer's, such as its learning rate.
+        If they do, this is recorded as the reason to keep shares equal. The settings are those of
+        the optimizer, such as its learning rate.
         """
         exchanges = self.exchanges
         if not exchanges.origins.seen:
@@ -304,7 +305,7 @@ class Program:
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
 
     def _note_obstacle(self, optimizer: Any) -> None:
-        """Print why this optimizer's model can't train with unequal shares, if it can't.
+        """If this optimizer's model can't train with unequal shares, print why.
 
         Raises RequestError in strict mode.
         """
@@ -318,7 +319,7 @@ class Program:
         """Hook of gradient clipping that keeps shares equal if each rank clips its own gradients.
 
         If gradients are clipped before they are averaged over ranks, the result depends on the
-        shares. Raises RequestError if the script trains by the plan's shares already.
+        shares. Raises RequestError if the script already trains with the plan's shares.
         """
         if not self._others and any(
             not getattr(model, "require_backward_grad_sync", True) for model in self.models
@@ -558,7 +559,7 @@ class Program:
             self._compare_records(loop)
 
     def _exchange_change(self) -> None:
-        """Send the result of this rank's check of a changed loss to all ranks.
+        """After this rank has checked a loss that changed, send the result to all ranks.
 
         The rank doesn't wait for the others' results.
         """
@@ -572,7 +573,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn if it couldn't be checked whether unequal shares change this step's loss."""
+        """Warn if the guard couldn't check whether unequal shares would change this step's loss."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of equal shares: "
@@ -627,11 +628,17 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Let audits compare gradients during the training run; a difference makes shares equal."""
+        """Let audits compare gradients during the training run.
+
+        If an audit finds a difference, shares become equal.
+        """
         training.audits.follow_launcher(partial(self.go_even, training))
 
     def begin_even(self, training: PlannedTraining, hooks: str) -> None:
-        """Keep shares equal in a library trainer's first steps, until they have been checked."""
+        """Keep shares equal in a library trainer's first steps, until they have been checked.
+
+        `hooks` names the integration, for the message that is printed when shares become unequal.
+        """
         self.notebook.pending_reason = views.EVEN_START
         leave = partial(self._leave_even, training, hooks)
         self._even_start = EvenStart(training, self.exchange, self.stay_even, leave)
@@ -791,7 +798,7 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's record of the last step, in training with the plan's shares.
+        """Return this rank's record of the last step, when it trains with the plan's shares.
 
         `guard` has checked that step; it is None if there was no check.
         """
@@ -860,10 +867,10 @@ class Program:
 
 
 def _find_common_fault(records: list[RankView]) -> str:
-    """Return why shares stay equal: the first rank's reason, or a difference between ranks.
+    """Return why shares have to stay equal, or "" if they may differ.
 
-    `records` is empty if a rank didn't answer, which is a reason, too. The result is "" if shares
-    may differ.
+    The reason is the first `fault` in the ranks' records, or else a difference between the records.
+    If a rank didn't answer, `records` is empty, and that is the reason.
     """
     if not records:
         return views.ALONE

@@ -85,7 +85,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 
 
 def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
-    """Give the Trainer a strategy for unequal shares, unless a rank has a reason against it.
+    """Give the Trainer a strategy for unequal shares, if no rank has a reason to keep shares equal.
 
     `fault` is this rank's reason, or "". Every rank has to call this.
     """
@@ -121,7 +121,7 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 def _use_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
     """Context manager that makes the Trainer use a ProgramStrategy, and yields this strategy.
 
-    On an error, `strategy`, the Trainer's own, is restored.
+    On an error, the Trainer gets back its own strategy, which is `strategy`.
     """
     # the ProgramStrategy shares the attributes of `strategy`, which is the Trainer's own strategy
     chosen = share_state(strategy, ProgramStrategy)

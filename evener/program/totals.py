@@ -45,9 +45,10 @@ class Totals:
         self._mark_only(self._whole, tensor, collective)
 
     def write_gathered(self, data: Any, collective: str) -> None:
-        """Mark `data` as values gathered from all ranks, each a rank's sum over its own rows.
+        """Mark `data` as values gathered from all ranks by `collective`.
 
-        `data` is a tensor with an element per rank, or a list of tensors.
+        Each value is one rank's sum over its own rows. `data` is a tensor with an element per rank,
+        or a list of tensors.
         """
         kind = self._gathered if isinstance(data, torch.Tensor) else self._parts
         for tensor in each_tensor_in(data):
@@ -66,9 +67,9 @@ class Totals:
         return self._whole.find(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> str:
-        """Check whether a function call that uses totals has a result that depends on the shares.
+        """Check whether shares may change the result of a function call that uses totals.
 
-        If it does, return the collective that computed the total. If not, mark the result as a
+        If they may, return the collective that computed the total. If not, mark the result as a
         total too, and return "".
         """
         leaves = leaves_in((arguments, keywords))
@@ -90,10 +91,11 @@ class Totals:
     def _follow_whole(
         self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, collective: str
     ) -> str:
-        """Check a call that uses totals, and mark its result as a total if shares can't change it.
+        """Check whether shares may change the result of a call that uses totals.
 
-        Returns `collective`, the one that computed the totals, if shares may change the result, and
-        otherwise "".
+        If they may, return `collective`, which computed the totals. Otherwise, return "", and mark
+        the result as a total if the call uses no rows of this rank and changes no other tensor in
+        place.
         """
         # A result that also uses this rank's own rows isn't marked. Own rows with gradients are a
         # part of the loss, which is computed again in parts.
@@ -110,10 +112,10 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Check a call that uses values gathered from the ranks, one tensor per rank.
+        """Check a call that uses values which were gathered as a list, one tensor per rank.
 
-        If the function joins the tensors of all ranks, mark the result as gathered values, and
-        return "". Otherwise return the first of `parts`, the collectives that gathered the values.
+        If the call only joins the tensors of all ranks, mark the result as gathered values, and
+        return "". Otherwise, return the first of `parts`, the collectives that gathered the values.
         """
         are_all = len(set(map(id, tensors))) == len(parts) == dist.get_world_size()
         if function not in _JOINS or not are_all:
@@ -124,10 +126,10 @@ class Totals:
     def _follow_gathered(
         self, function: Any, leaves: list[Any], result: Any, collective: str
     ) -> str:
-        """Check a call that uses a tensor of gathered values, one per rank.
+        """Check whether shares may change the result of a call that uses gathered values.
 
-        Their sum is a total. Returns "" if shares can't change the call's result, and otherwise
-        `collective`, the one that gathered the values.
+        The values are in one tensor, one per rank, and their sum is a total. Returns "" if shares
+        can't change the result, and otherwise `collective`, which gathered the values.
         """
         if function in _SUMS and len(leaves) == 1:
             self._whole.mark(result, collective)
@@ -139,7 +141,7 @@ class Totals:
 
 
 def _find_collectives(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
-    """Return the marks of the tensors that have one."""
+    """Return the collectives that marked tensors come from; unmarked tensors are left out."""
     return [collective for collective in map(marks.find, tensors) if collective]
 
 

@@ -139,7 +139,7 @@ class _UpdateTimer(StepTimer):
 class UnchangedTraining:
     """Times the training steps of this process and reports them to the monitor.
 
-    A step goes from one batch of a DataLoader to the next. Without a DataLoader, it goes from one
+    A step lasts from one batch of a DataLoader to the next. Without a DataLoader, it lasts from one
     update of the first optimizer to the next. Timing begins after the first update, and ends for
     good if something else reports the steps, such as a Trainer's hooks.
     """
@@ -305,7 +305,7 @@ class UnchangedTraining:
             timer.note_pass_alone()
 
     def save(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of `torch.save` that times the writing of files if rows come from no DataLoader.
+        """Hook of `torch.save` that times the writing of files if the script uses no DataLoader.
 
         With a DataLoader, the timer itself notices files that are written between steps.
         """

@@ -1,4 +1,4 @@
-"""Compares what the ranks observe in a step, and says why shares have to stay equal."""
+"""Compare what the ranks observe in a step, to find reasons why shares have to stay equal."""
 
 from __future__ import annotations
 
@@ -178,9 +178,10 @@ def find_fault(model: Any) -> str:
 def find_obstacle(optimizer: Any, models: Any, loader_obstacle: str) -> str:
     """Return why evener can't use unequal shares for the model that an optimizer trains, or "".
 
-    - The result is "" if the optimizer trains none of `models`.
-    - Without `models`, the result says that no model is wrapped.
-    - Otherwise, the cause isn't the model but the loader, and the result is `loader_obstacle`.
+    - If the optimizer trains none of `models`, the result is "".
+    - If `models` is empty, the result says that no model is wrapped, or that tensor parallelism
+      splits it.
+    - Otherwise, the loader is the obstacle, and the result is `loader_obstacle`.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:

@@ -101,7 +101,8 @@ def _find_first_uneven(
 ) -> tuple[int, list[int]] | None:
     """Return the first step that only some ranks skipped, with these ranks, or None.
 
-    `skipped` has the ranks that skipped each step, and `with_rows` has the ranks that have rows.
+    `skipped` lists, for each step, the ranks that skipped it. `with_rows` lists the ranks that have
+    rows; the other ranks needn't have skipped the step.
     """
     for step in sorted(skipped):
         if not set(with_rows) <= set(skipped[step]):

@@ -186,7 +186,7 @@ def is_in_ddp_forward() -> bool:
 def needs_own_sums(ddp: Any) -> bool:
     """Return whether a DistributedDataParallel must keep its own all-reduce.
 
-    That is so if it has a communication hook or mixed precision.
+    This is the case if it has a communication hook or mixed precision.
     """
     return bool(ddp._comm_hooks) or ddp.mixed_precision is not None
 

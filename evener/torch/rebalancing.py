@@ -172,7 +172,7 @@ class Rebalancing:
         return rows * passes
 
     def _micro_batch_that_fits(self) -> int:
-        """Estimate the largest micro-batch, in rows, if a share takes several passes.
+        """Estimate how many rows per pass fit in memory if a share is computed in several passes.
 
         The result is 0 if that is unknown, or if the share can't be divided into more passes.
         """
@@ -243,9 +243,10 @@ class Rebalancing:
                 break
 
     def _adapt_timing(self, step_s: float, bottleneck: str) -> None:
-        """Adapt the length of measurement windows and the number of timed steps.
+        """Adapt the length of measurement windows to `step_s`, and how many steps are timed.
 
-        `step_s` is the duration of a step, and `bottleneck` is what limits it.
+        `step_s` is the duration of a step, and `bottleneck` is what limits it. If that is the host,
+        fewer steps are timed.
         """
         steps = WINDOW_SECONDS / max(step_s, 1e-6)
         self._window_steps = int(min(max(FEWEST_STEPS, steps), MOST_STEPS))
@@ -262,7 +263,8 @@ class Rebalancing:
         """Change the shares if the measurements call for it, and return whether they changed.
 
         `end` is the last step of the measurement window, `own_work_s` has the compute time of each
-        rank, and a change takes effect after `batches` more batches.
+        rank, and `seen` has further arguments of the rule's `observe`. A change takes effect after
+        `batches` more batches.
         """
         before = self._training.ranks.batches
         if self._rule is None:

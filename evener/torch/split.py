@@ -44,7 +44,10 @@ Model = TypeVar("Model")
 
 
 def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
-    """Raise RequestError if the strategy or rebalancing doesn't allow rows assigned by length."""
+    """Raise RequestError if the rows of a loader can't be assigned by length.
+
+    They can't in validation, with rebalancing, and with Lightning's strategy.
+    """
     if not training:
         raise RequestError(
             "Rows of a validation aren't assigned by length, as its batches have one pass on "
@@ -218,9 +221,9 @@ class Split(PlannedTraining):
         - `options`: further keyword arguments of DataLoader.
 
         Each row is computed once per epoch, on one rank. With several passes, batches stay in host
-        memory, and `parts` sends each part. Raises RequestError for data sets without a length, for
-        options that the plan decides, and for `lengths` that don't fit the data set, with
-        `rebalance`, or in validation.
+        memory, and `parts` sends each part. Raises RequestError for data sets without a length, and
+        for options that the plan decides. It is also raised for `lengths` that don't fit the data
+        set, and for any `lengths` in validation, with `rebalance` or with `strategy`.
         """
         check_options(options)
         rows = count_rows(dataset)

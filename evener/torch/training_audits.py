@@ -208,10 +208,10 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, operations: tuple[Any, ...], caller: FrameType) -> None:
-        """Called before each backward pass; has the loss audited soon if it's computed differently.
+        """Called before each backward pass, to find out if the loss is computed in a new way.
 
-        `operations` are the last operations that computed the loss, and `caller` is the frame that
-        called `backward`.
+        If it is, an audit becomes due. `operations` are the last operations that computed the loss,
+        and `caller` is the frame that called `backward`.
         """
         if self.judge.over:
             return
@@ -346,8 +346,9 @@ class TrainingAudits:
     ) -> None:
         """Check that up to `rows` rows give the same gradient in one pass and in smaller passes.
 
-        `compute` returns the loss of a part. Raises RequestError if gradients differ, or if the
-        rows can't be divided.
+        `compute` returns the loss of a part. `make_sketcher` creates the GradientSketcher; None
+        means one for the models that are trained. Raises RequestError if gradients differ, or if
+        the rows can't be divided.
         """
         most = min(rows, part.rows)
         few = self._move_rows(choose_few_rows(cut_rows(part.batch, 0, most, part.rows), most))
@@ -661,7 +662,7 @@ class TrainingAudits:
         """Return what an audit compares: the gradient of a few rows as one batch and in parts.
 
         `compute` returns the mean loss of a part, and `counted` its denominator; None means the row
-        count. If audits follow the script's own launcher, two equal parts replace the single batch.
+        count. With `follows_launcher`, two equal parts are used instead of the one batch.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)
@@ -936,7 +937,7 @@ def make_launcher_computations(
 ) -> Computations:
     """Return what an audit compares: the gradient of a few rows in equal and in unequal parts.
 
-    There are two parts each. The arguments are those of `make_share_computations`.
+    Both times, there are two parts. The arguments are those of `make_share_computations`.
     """
     made = make_share_computations(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # two rows can only be cut in one way
@@ -965,7 +966,10 @@ def make_launcher_computations(
 
 
 def add_unweighted(computations: Computations) -> Computations:
-    """Adapt an audit's computations to a loss that is a sum over rows, by leaving out weights."""
+    """Change an audit's computations for a loss that is a sum over rows.
+
+    Then all parts have the same weight, whatever their row counts are.
+    """
     # causes that only apply to a mean are left out
     trained = computations.changes["sum"].trained
     changes = {"sum": AuditChange(trained)}

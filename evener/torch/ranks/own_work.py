@@ -198,7 +198,7 @@ class _CpuTimes:
         self.all_own_s = math.nan  # CPU time of all threads in own work
 
     def note_gradients(self) -> None:
-        """Measure the CPU times, because the batch's last gradient is ready."""
+        """Measure the CPU times; called when the batch's last gradient is ready."""
         own_thread = get_ident() == self._thread
         self.own_s = self._clock.computed() - self._began_s if own_thread else math.nan
         self.all_own_s = self._clock.computed_by_all() - self._all_began_s
@@ -392,7 +392,7 @@ class StepTimer:
             marks[-1] = (FILES, marks[-1][1])
 
     def _begin_between(self) -> None:
-        """Note the host's time at the beginning of the time between two steps."""
+        """Record the host's time when the phase between two steps begins."""
         self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def _has_written(self) -> bool:

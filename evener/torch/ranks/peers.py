@@ -96,7 +96,8 @@ class PeerWatcher:
     def note(self, error: str) -> None:
         """Leave a note in the store that tells the other ranks that this rank is ending.
 
-        `error` is its error, or "" if there is none. Only the first call has an effect.
+        `error` describes this rank's error, or is "" if there is none. Only the first call has an
+        effect.
         """
         if self._noted_error is None:
             self._noted_error = error
@@ -169,7 +170,10 @@ class PeerWatcher:
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
-        """Describe in a sentence how a rank has ended, preferably one that has failed."""
+        """Return a sentence that says how another rank has ended.
+
+        If several have ended, one that failed is preferred.
+        """
         # preferably one with an error, then one without an error, then one without a note
         rank = min(
             self.notes,
@@ -238,8 +242,8 @@ class PeerWatcher:
 def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
     """Watch from now on whether other ranks of the default process group have ended.
 
-    If an earlier group was watched, it no longer is. When this process exits, it notifies the other
-    ranks and leaves the group.
+    An earlier group is no longer watched. When this process exits, it notifies the other ranks and
+    leaves the group.
     """
     newest = PeerWatcher.newest
     if newest is None:

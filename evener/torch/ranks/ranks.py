@@ -459,7 +459,8 @@ def _share_by_plan(
 ) -> RankShares:
     """Return the shares of all ranks in a plan, with each rank matched to a share by its device.
 
-    `differences` are warnings about differences between the plan and this training run.
+    `differences` are warnings about differences between the plan and this training run. `gpus` has
+    the index of each GPU, by UUID. `device` is this process's device; None chooses it by the share.
     """
     # shares are matched to ranks by host and device
     active = plan.layout.active

@@ -72,7 +72,10 @@ class Epoch:
 
 
 class StepListener:
-    """Interface of objects that a loader calls around each step; these methods do nothing."""
+    """Interface of objects that a loader notifies of its steps.
+
+    By default, the methods do nothing.
+    """
 
     def compare(self, digest: int) -> None:
         """Called with a checksum of the row order, which ranks compare.

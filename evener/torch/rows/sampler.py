@@ -129,7 +129,10 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Change the shares of batches that begin at least `rows` rows after the newest batch."""
+        """Change the shares for later batches.
+
+        These are the batches that begin at least `rows` rows after the end of the newest batch.
+        """
         self._changes.append((self.begun + rows, shares))
 
 
@@ -259,9 +262,10 @@ class UnevenBatchSampler:
         return self.join_tail and not self.drop_last and 0 < rest < len(self.shares)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """Return the row count of each rank in a step, counted from the current position.
+        """Return the row count of each rank in a step.
 
-        A rank that has only a filler row has 0.
+        Steps are counted from the current position, which is step 0. A rank that has only a filler
+        row has 0.
         """
         return self.sizes_at(self.position + step * self.global_batch)
 
@@ -288,17 +292,23 @@ class UnevenBatchSampler:
         return apportion(rows, shares)
 
     def rows_at(self, step: int) -> list[int]:
-        """Return this rank's row indices in a step, counted from the current position."""
+        """Return this rank's row indices in a step.
+
+        Steps are counted from the current position, which is step 0.
+        """
         first = self.position + step * self.global_batch
         return [int(row) for row in self._slice(self._draw(self.epoch), first, self.schedule)]
 
     def rows_of_all(self, step: int) -> list[int]:
-        """Return the row indices of all ranks in a step, counted from the current position."""
+        """Return the row indices of all ranks in a step.
+
+        Steps are counted from the current position, which is step 0.
+        """
         first = self.position + step * self.global_batch
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the last batch's row count if ranks have other fractions of its rows than usual.
+        """Return the last batch's row count if it isn't divided in the usual proportions.
 
         The result is None if the last batch is divided in the same proportions as the others. If
         the proportions may differ in every step, the result is an object that equals no other
@@ -413,7 +423,7 @@ class _CudnnAttention:
     def disabled(self) -> Iterator[None]:
         """Context manager that disables cuDNN's attention.
 
-        The last one to end restores the setting.
+        If several are active, the last one to exit restores the setting.
         """
         # the last context to end restores the setting from before the first
         if not self._loops:
