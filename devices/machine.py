@@ -155,9 +155,10 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return fastest
 
     def gain(self, processes: int) -> float:
-        """Return the throughput of several processes on the device, relative to one process.
+        """Return the total throughput of several processes on the device, divided by that of one.
 
-        Without `pack_gain`, it is 1, because the processes then only share the device's time.
+        Without `pack_gain`, the result is 1, because the processes then only share the device's
+        time.
         """
         points = self.pack_gain
         if not points or processes <= 1:
@@ -364,7 +365,7 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, self.usable_memory_bytes(position) - left)
 
     def slowed(self, position: int, at_seconds: float) -> float:
-        """Return the fraction of its speed that a device loses at this time, or 0 if none."""
+        """Return the fraction by which a device is slowed at this time, or 0 if it isn't slowed."""
         if not self.events:
             return 0.0
         return max(

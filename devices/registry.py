@@ -87,7 +87,10 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _use_the_cpu(limit: Limit, variables: Mapping[str, str], reason: str) -> Discovery:
-    """Return all CPU slices, with a message that begins with the reason."""
+    """Return all CPU slices, with a message that says why they are used.
+
+    The message begins with `reason`.
+    """
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)

@@ -159,7 +159,7 @@ class Sampler:
         self._notify(snapshot)
 
     def _watch(self) -> None:
-        """Pass the last snapshot on, marked as stale, while the next one is overdue."""
+        """While the next snapshot is overdue, pass on the last one, marked as stale."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:

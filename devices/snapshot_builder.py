@@ -135,7 +135,7 @@ def _row(
 
 
 def _serves_others(device: Device, command: str) -> bool:
-    """Return True if a command is a server that runs kernels of other processes, such as MPS."""
+    """Return True if a command is a server that runs other processes' kernels, such as MPS."""
     program, *_ = command.split(maxsplit=1) or [""]
     return program.rpartition("/")[2] in find_backend(device.kind).server_programs
 
@@ -177,9 +177,9 @@ class TrainingRates:
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
         """Return the samples/s of each process on each device, and how overdue its report is.
 
-        `pids` maps device ids to the processes that the driver sees. They are used if a report
-        doesn't name its devices. The keys of the result are pairs of process and device id, and its
-        values are pairs of samples/s and seconds overdue.
+        `pids` maps device ids to the processes that the driver sees there, for reports that don't
+        name their devices. The result maps pairs of process id and device id to pairs of samples/s
+        and seconds overdue.
         """
         if self._clock() >= self._next_read:
             self._next_read = self._clock() + READ_PERIOD_SECONDS
@@ -226,11 +226,11 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """Return the sum of training rates as a reading.
+    """Return the total of several training rates as a reading.
 
-    `parts` contains pairs: a rate, and how many seconds overdue its report is. Rates that are more
-    than 5 seconds overdue are ignored. If all are, their sum is returned as a stale reading. If
-    `parts` is empty, the reading is unsupported.
+    `parts` contains pairs of a rate and the number of seconds that its report is overdue. Rates
+    that are more than 5 seconds overdue are ignored. If all are, their sum is returned as a stale
+    reading. If `parts` is empty, the reading is unsupported.
     """
     if not parts:
         return Reading(State.UNSUPPORTED)

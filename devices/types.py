@@ -130,7 +130,7 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
         return self.value if self.state is _VALUE else None
 
     def aged(self, age_seconds: float, state: State | None = None) -> Reading:
-        """Return the reading with this age and, if given, another state.
+        """Return the reading with another age and, if `state` is given, another state.
 
         A reading without a value is returned unchanged.
         """

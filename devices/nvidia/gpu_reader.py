@@ -286,7 +286,8 @@ class GpuReader:
         return self._held, self._capped
 
     def _read_full(self, now: float) -> Vitals:
-        """Return memory use, processes and utilization. The other fields have their defaults."""
+        """Return memory use, processes and utilization. The other fields have their default values.
+        """
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )

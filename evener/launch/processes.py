@@ -71,7 +71,7 @@ class GroupExit(msgspec.Struct, frozen=True):
 
 
 def _order(code: int) -> int:
-    """Return a sort key for exit codes that puts the most likely original failure first."""
+    """Return a sort key for exit codes: the likeliest cause of the other failures comes first."""
     # A killed process makes others abort or raise an error, and then the launcher sends SIGTERM to
     # the rest.
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
@@ -141,7 +141,7 @@ class _LineNames:
 def _end_copy(write_fd: int, end_marker: bytes, thread: threading.Thread) -> None:
     """End a thread that copies output from a pipe, and close the pipe.
 
-    The thread stops when it reads `end_marker`.
+    `end_marker` is written to the pipe, and the thread stops when it reads it.
     """
     with suppress(OSError):
         os.write(write_fd, end_marker)
@@ -241,7 +241,7 @@ def _find_address() -> str:
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Return the value of an environment variable through which a host's processes find each other.
+    """Return the value of an environment variable that says where a host's processes meet.
 
     It contains `address` and the path of a new file in memory.
     """

@@ -68,8 +68,8 @@ class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The speed, bottlenecks and shares of a training run that has ended.
 
-    The run's first steps aren't included. `of_plan` is the speed as a fraction of the speed that
-    the plan expects. Unknown values are 0.
+    The run's first steps aren't included. `of_plan` is the speed divided by the speed that the plan
+    expects. Unknown values are 0.
     """
 
     run: str

@@ -176,8 +176,8 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 def live_folders() -> tuple[Path, ...]:
     """Return the folders that may contain records, with the preferred folder first.
 
-    If EVENER_LIVE_DIR is set, it is the only one. Otherwise, these are private runtime folders, and
-    a folder for this machine in the user's state folder.
+    If EVENER_LIVE_DIR is set, the result is only that folder. Otherwise, the result is the user's
+    private runtime folders and a folder for this machine in the user's state folder.
     """
     override = os.environ.get("EVENER_LIVE_DIR")
     if override:

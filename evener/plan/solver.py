@@ -64,7 +64,8 @@ def solve_shares(
     - `passes`: True if larger shares may be computed in several passes, and False if not; or a list
       that has, for each device, the rows per pass of such shares.
     - `quantum`: each share is a multiple of this number of rows.
-    - `extras`: for each device, the seconds that each pass after the first adds.
+    - `extras`: for each device, how many seconds longer each pass after the first takes than its
+      time on the curve.
     """
     count = len(curves)
     more = extras or (0.0,) * count
@@ -146,7 +147,7 @@ def leave_out(plan: Plan, removed: Collection[tuple[str, str]]) -> Plan:
 def _divide_batch(layout: PlanLayout, remaining: Sequence[Share], part: float) -> PlanLayout:
     """Divide a layout's batch among the shares in `remaining`, and return the new layout.
 
-    `part` is the fraction of the batch that these shares had before.
+    `part` is the fraction of the batch that these shares had before the others were removed.
     """
     rows, micros = _divide_rows(layout, remaining)
     held = sum(share.state for share in remaining)

@@ -25,7 +25,7 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """The numbers of tokens and passes from which the cost of padded batches is computed."""
+    """The amount of work in padded batches: the tokens and passes that determine its cost."""
 
     tokens: Amount  # without padding
     passes: Amount
@@ -75,7 +75,10 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankCost(msgspec.Struct, frozen=True):
-    """A device's cost model, and how much fits in a pass. A limit of 0 means that there is none."""
+    """The cost model of a rank's device, and how many tokens and rows fit in a pass.
+
+    A limit of 0 means that there is none.
+    """
 
     cost: Cost
     tokens: int = 0  # maximum padded tokens per pass
@@ -170,7 +173,8 @@ class Curve(msgspec.Struct, frozen=True):
 class PassCurve(msgspec.Struct, frozen=True):
     """A device's step time as a function of rows, when large shares are computed in several passes.
 
-    `extra` is the time in seconds that each pass after the first adds.
+    Each pass after the first takes `extra` seconds more than its time on the curve. `extra` may be
+    negative.
     """
 
     curve: Curve
@@ -186,7 +190,7 @@ class PassCurve(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float:
-        """The relative standard error of a typical point on the curve for one pass."""
+        """The relative standard error of a typical measured point of `curve`."""
         return self.curve.error
 
     def passes(self, share: float) -> int:
@@ -248,6 +252,6 @@ class PassCurve(msgspec.Struct, frozen=True):
 def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:
     """Return how long a step takes in seconds, if a share is computed in `passes` equal passes.
 
-    Each pass after the first adds `extra` seconds.
+    Each pass after the first takes `extra` seconds more than its time on the curve.
     """
     return passes * curve.seconds(share / passes) + (passes - 1) * extra

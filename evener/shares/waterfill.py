@@ -1,18 +1,19 @@
 """Find the fastest shares from the devices' curves and the cost of the gradient exchange.
 
 The method is water-filling: all devices get the same finish time, and each computes as many samples
-as it can until then. A step of a set A of k devices takes T = max over i in A of t_i(b_i) + c_k,
+as it can until then. A step of a set A of k devices takes T = (max over i in A of t_i(b_i)) + c_k,
 where c_k is the time of the gradient exchange. By a finish time tau, device i can compute b_i(tau)
 = max{b <= M_i : t_i(b) <= tau} samples. So the best k devices for tau are those with the largest
 b_i(tau), and sorting replaces the enumeration of subsets. This is exact because c depends only on
 the number of devices.
 
 For a fixed batch B and k devices, the result is the smallest tau whose k largest b_i(tau) sum to at
-least B. It is found by bisection, which is exact for any rising t_i. For a free batch, the
-throughput is S_k(tau) = sum b_i(tau) / (tau + c_k). Its formula changes only at the times at which
-a device reaches a point of its curve or its limit M_i. Between two such times, it is a ratio of two
-affine functions of tau, so it only rises or only falls. Therefore the optimum is at one of these
-times. If shares are only a few quanta (the unit of shares, in rows), nearby times are tried, too.
+least B. It is found by bisection, which is exact for any rising t_i. If the batch isn't fixed, the
+throughput is S_k(tau) = (sum of b_i(tau)) / (tau + c_k). Its formula changes only at the times at
+which a device reaches a point of its curve or its limit M_i. Between two such times, it is a ratio
+of two affine functions of tau, so it only rises or only falls. Therefore the optimum is at one of
+these times. If shares are only a few quanta (the unit of shares, in rows), nearby times are tried,
+too.
 """
 
 from __future__ import annotations

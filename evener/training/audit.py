@@ -89,7 +89,7 @@ class Sketch(msgspec.Struct):
     loss: float = math.nan
 
     def add(self, name: str, dtype: str, sums: Sequence[float]) -> None:
-        """Add the random sums of a tensor's gradient in one pass to those of earlier passes.
+        """Add the random sums of a tensor's gradient from one pass to those from earlier passes.
 
         `dtype` is the tensor's type, such as "float32".
         """
@@ -158,7 +158,7 @@ def find_largest(
     """Return the difference for the tensor whose gradients differ most.
 
     `reference` and `trained` are two computations of the gradient. `noises` maps each tensor to the
-    relative difference that is caused by rounding alone. Returns None if nothing can be compared.
+    relative difference that rounding causes. Returns None if nothing can be compared.
     """
     # to compare tensors, each difference is divided by the rounding that is allowed for its tensor
     names = sorted(reference.sums.keys() | trained.sums.keys())
@@ -353,7 +353,8 @@ class Audits:
     def decide_by(self, differs: bool) -> Action:
         """Return what to do after an audit. `differs` is True if the gradients differ.
 
-        After step 64, a difference counts only if the audit of the next step finds one, too.
+        After step 64, a difference counts only if the audit of the next step also finds a
+        difference.
         """
         confirmed, self._confirms = self._confirms, False
         if not differs:

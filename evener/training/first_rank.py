@@ -1,8 +1,8 @@
 """Start only the first rank of a program, and the other ranks once it creates a process group.
 
-A script that uses one GPU thus runs only once, and a program that starts processes itself can use
-all devices. Environment variables show which launcher started a process, because every launcher
-sets its own rank and run id.
+This way, a script that uses one GPU runs only once, and a program that starts processes itself can
+use all devices. Each launcher sets its own environment variables for the rank and the run id. They
+show which launcher started a process.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a step that may be a bottleneck, such as waiting for input.
 
-    Its remedy saves only the fraction `spared` of the part's time.
+    `spared` is the fraction of the part's time that its remedy saves.
     """
 
     # A part is reported only if the lower bound of its gain reaches the `least_gain` of its kind.
@@ -186,8 +186,8 @@ def bound_error(
 ) -> float:
     """Return the error margin of the time of one part of a step, in seconds.
 
-    `part_error` is the relative error of that time, and `rest_error` the relative error of the time
-    of the rest of the step. The smaller of the two margins is returned.
+    `part_error` is the relative error of this part's time. `rest_error` is the relative error of
+    the time of all other parts. Each of them gives a margin, and the smaller margin is returned.
     """
     # The margin is half of a 95 % interval. The whole step was measured, so the part is known at
     # least as precisely as the rest.
@@ -247,11 +247,11 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Subtract the time lost to heat, power limits or other processes, if the part is unequal work.
+    """If `part` is unequal work, subtract the time that is also listed as other parts of the step.
 
-    The other ranks wait for a slowed device, so unequal work includes these losses. They are also
-    listed as separate parts, so they would otherwise count twice. Parts of other kinds are returned
-    unchanged.
+    If a device is slowed by heat, power limits or other processes, the other ranks wait for it.
+    Unequal work includes this time, but it is also listed as a part of its own. Parts of other
+    kinds are returned unchanged.
     """
     if part.kind is not LimitKind.UNEQUAL:
         return part

@@ -104,7 +104,7 @@ class AssignmentSearch:
                 yield self._cut_cheapest(price)
 
     def _cut_cheapest(self, price: float) -> list[int]:
-        """Return the end indices of the passes when the batch is cut at the lowest cost.
+        """Return where to cut the batch into passes at the lowest cost, as the passes' end indices.
 
         The cost includes the fixed time of each pass, multiplied by `price`. A higher price gives
         fewer passes.
@@ -244,7 +244,10 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """Return True if the second of three lines, sorted by slope, is nowhere below both others."""
+    """Return True if the second of three lines is at no point below both of the other lines.
+
+    The lines are sorted by slope, with the steepest first.
+    """
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (
         steeper[0] - flatter[0]
     )

@@ -101,11 +101,11 @@ class TrainingAnalysis(NamedTuple):
 def judge_training(
     ranks: Sequence[MeasuredRank], complete: bool = True, competitors: str = ""
 ) -> TrainingAnalysis:
-    """Find out what slows a training run, and whether other shares would be faster.
+    """Find out what slows a training run down, and whether other shares would be faster.
 
     `complete` says whether `ranks` contains all ranks; if not, no shares are recommended.
     `competitors` names other programs that use the CPU cores. In the result, `step_s` is 0 if no
-    times are known.
+    step times are known.
     """
     steps = tuple(
         divide_steps([rank.sums for rank in ranks], [rank.least_waiting_s for rank in ranks])
@@ -153,7 +153,7 @@ def _list_single_parts(
 
 
 class _Finder:
-    """Finds parts of a step that take long on the ranks that finish last."""
+    """Finds the parts of a step that take long on the stragglers, the ranks that finish last."""
 
     def __init__(
         self, ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
@@ -306,9 +306,9 @@ def _find_host_waits(
 def _wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, rank: int, step_s: float
 ) -> float:
-    """Return how many seconds of each step a rank waits for other ranks that lack CPU cores.
+    """Return how long a rank waits in each step for other ranks that lack CPU cores, in seconds.
 
-    `step` is the mean step of the rank with index `rank`. The result is 0 if any rank has enough
+    `step` is the mean step of the rank with index `rank`. The result is 0 unless all ranks lack CPU
     cores.
     """
     # If all ranks lack cores, each is the last one in some steps, and the others wait for it. A
@@ -326,9 +326,9 @@ def _wait_for_starved(
 def _find_unequal_work(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the part of a step that is lost because the ranks' compute times are unequal.
+    """Return the time of a step that is lost because the ranks' compute times are unequal.
 
-    Returns None if the loss is small or within noise.
+    Returns None if the loss is small or within the noise of the measurements.
     """
     # The lost time is the compute time of the slowest rank, minus the time in which all ranks would
     # finish together. The result is None if this difference, or the longest wait of another rank,
@@ -359,9 +359,10 @@ def _balanced_seconds(ranks: Sequence[MeasuredRank]) -> float:
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
-    """Add the recommended shares as the remedy to `part`, the time lost to unequal work.
+    """Return `part` with the recommended shares as its remedy.
 
-    If `advice` is None, the part is returned unchanged.
+    `part` is the time that is lost because the ranks' work is unequal. If `advice` is None, the
+    part is returned unchanged.
     """
     if advice is None:
         return part

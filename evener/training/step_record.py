@@ -159,7 +159,10 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 
 
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
-    """Return the gain predicted from the ranks' latest compute times, or None if one is unknown."""
+    """Return the gain of the last shares over the first ones, at the present speed of the devices.
+
+    It is predicted from the ranks' latest compute times. Returns None if one of them is unknown.
+    """
     # The time of steps with the first shares is predicted from the newest compute times. These are
     # assumed to be proportional to the rows, and the rest of a step's time to be the same.
     now, then = [], []
