@@ -146,9 +146,9 @@ def _list_accelerators(
 ) -> tuple[Devices, Devices, dict[str, str]]:
     """Return all accelerators of this host, the usable ones, and environment variables.
 
-    The variables make only the usable devices visible. `kind` may be "auto", for the first kind
-    that is found on this host. `usable` lists Ray's names of the usable devices, or is None if all
-    are usable.
+    The variables make only the usable devices visible. `kind` is the kind of devices, or "auto" for
+    the first kind that is found on this host. `usable` lists Ray's names of the usable devices, or
+    is None if all are usable.
     """
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):

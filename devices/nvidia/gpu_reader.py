@@ -286,8 +286,7 @@ class GpuReader:
         return self._held, self._capped
 
     def _read_full(self, now: float) -> Vitals:
-        """Return memory use, processes and utilization. The other fields have their default values.
-        """
+        """Return memory use, processes and utilization. Other fields have their default values."""
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )

@@ -305,7 +305,7 @@ class EventWatch:
         return tuple(self._events.get(address(handle), ()))
 
     def close(self) -> bool:
-        """Stop the thread, and return True if it has ended, so that NVML may be shut down."""
+        """Stop the thread, and return True if it has ended. Only then may NVML be shut down."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)

@@ -130,7 +130,7 @@ def summarize_training(
 
     - `run`, `end`: the run's name, and how it ended.
     - `labels`: names of the devices, by device id.
-    - `plan_samples_per_second`: used if no record has the speed that the plan expects.
+    - `plan_samples_per_second`: the speed that the plan expects, in case no record contains it.
     - `competitors`: names of other programs that used the CPU cores.
     - `first`: the first shares and their speed, if they are known.
 

@@ -274,8 +274,8 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 def _read_small(name: str, folder: int) -> bytes:
     """Read a small file of this user. `folder` is the descriptor of its folder.
 
-    A file that is too large is cut off one byte after the largest size of a record. Returns b"" if
-    the file isn't a regular file, or if other users may access it.
+    If the file is too large, only one byte more than the largest size of a record is read. Returns
+    b"" if the file isn't a regular file, or if other users may access it.
     """
     # a pipe is opened so that it doesn't block the reader
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -226,10 +226,10 @@ class TrainingJournal:
     ) -> None:
         """Count the training steps up to number `step`.
 
-        If a window of steps ends, store an entry for it, which is written with the next record. The
-        last step ended at `at_s`, in seconds of the monotonic clock. `sums` returns the total times
-        of the first rank's steps. `fast_step` returns a low percentile of the step times since it
-        was last called, in seconds.
+        At the end of a window of steps, store an entry for the window. It is written to the file
+        when the next record is noted. `at_s` is when the last step ended, in seconds of the
+        monotonic clock. `sums` returns the total times of the first rank's steps. `fast_step`
+        returns a low percentile of the step times since its last call, in seconds.
         """
         # entries stay in memory until the next report, because writing may be slow
         self._core.sample(at_s)
@@ -255,9 +255,9 @@ class TrainingJournal:
 
     @property
     def window_ends_at(self) -> float:
-        """The earliest end of the current window of steps, in seconds of the monotonic clock.
+        """When the current window of steps may end, in seconds of the monotonic clock.
 
-        -inf before the first window.
+        It is -inf before the first window.
         """
         if self._window is None:
             return -math.inf

@@ -568,11 +568,11 @@ def _has_journal() -> bool:
 def _describe_devices(
     devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
-    """Return the devices of a report, each with its fraction of the total speed.
+    """Return the devices of a report, each with its part of the throughput and its times.
 
-    `devices` and `batches` are as in `report`, and `rate` is the samples/s of all devices together.
-    The speed is divided in proportion to the devices' samples. Raises RequestError if the number of
-    batches differs from the number of devices.
+    `devices` and `batches` are as in `report`. `rate` is the samples/s of all devices together; it
+    is divided in proportion to the devices' samples. Raises RequestError if the number of batches
+    differs from the number of devices.
     """
     named = [_identify_device(device) for device in devices]
     sizes = (

@@ -62,9 +62,10 @@ def is_used(path: str) -> bool:
 
 
 def explain_once(path: str, message: str) -> None:
-    """Print a message to standard error, but only in one of the processes that share a file.
+    """Print a message to standard error, unless another process has already printed it.
 
-    Raises OSError if the file no longer exists.
+    The processes record in the file at `path` that the message was printed. Raises OSError if the
+    file no longer exists.
     """
     # the other processes wait, because the launcher stops all of them once one has exited
     with open(path, "r+b", buffering=0) as stream:

@@ -24,8 +24,9 @@ LARGEST_DENOMINATOR = 10_000  # for converting a ratio from a float to a fractio
 class Cut:
     """Divides the rows of a batch among devices in proportion to weights.
 
-    `micros` are the rows per pass of each device, or empty if each takes one pass. With
-    `rounds_down`, all slices but the last are rounded down.
+    `micros` are the rows per pass of each device, or empty if each takes one pass. By default, the
+    points at which the batch is cut are rounded to the nearest row. With `rounds_down`, the slices
+    are rounded down instead, and the last device gets the remaining rows.
     """
 
     # A batch of sum(weights) rows is cut exactly by the weights. Slices are rounded down as in

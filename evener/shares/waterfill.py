@@ -266,7 +266,7 @@ def _largest(sizes: Sequence[int], k: int) -> list[int]:
 def _samples_by(
     devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, min_active: int = 0
 ) -> int:
-    """Return how many rows the `k` fastest devices can finish within `seconds` seconds.
+    """Return how many rows at most `k` devices can finish together within `seconds` seconds.
 
     Returns 0 if fewer than `min_active` devices can finish any rows.
     """
@@ -315,10 +315,10 @@ def _divide_batch(
     early_seconds: float,
     late_seconds: float,
 ) -> dict[int, int]:
-    """Return shares that add up to the batch and finish within an interval of time.
+    """Return shares of at most `k` devices that add up to the batch.
 
-    The interval is from `early_seconds` to `late_seconds`. The result maps indices in `devices` to
-    rows.
+    The last device finishes between `early_seconds` and `late_seconds`. The result maps indices in
+    `devices` to rows.
     """
     # Each device gets what it finishes by `early_seconds`, but at least one quantum. Then single
     # quanta are added, up to what the device finishes by `late_seconds`. Each of these quanta goes

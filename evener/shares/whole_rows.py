@@ -197,7 +197,7 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """Return shares for validation that each take only one pass.
+    """Return shares for validation with which each device takes only one pass.
 
     `shares` and `micros` are the devices' rows per step and per pass in training.
     """

@@ -34,9 +34,10 @@ WANTS_PROCESSES = 86  # the exit code of a process that can't train on all devic
 
 
 def ask_for_processes(reason: str) -> None:
-    """Exit with a code that makes `evener launch` start one process for each device instead.
+    """Print `reason`, and exit so that `evener launch` restarts with one process for each device.
 
-    Prints `reason`. If there is no launcher, or it can't do that, the function returns.
+    The exit code asks the launcher for this. Returns without doing anything if there is no
+    launcher, or if it can't start one process for each device.
     """
     if os.environ.get(ONE_PROCESS):
         print(

@@ -93,8 +93,8 @@ def rate_gain(batch: int, other: int, noise_scale: float) -> float:
 class NoiseWindow:
     """Averages the gradient's noise and signal over recent steps.
 
-    Samples are grouped into blocks. The weight of a block is `decay` times that of the next newer
-    block.
+    Samples are grouped into blocks. Each block has `decay` times the weight of the block after it,
+    so older blocks count less.
     """
 
     # The weighted sum is divided by the sum of the weights; otherwise the first averages would be
