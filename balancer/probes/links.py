@@ -146,7 +146,8 @@ def measure_links(
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
     """Return NCCL environment variables that make an all-reduce work between these devices.
 
-    They are written as in "NCCL_P2P_DISABLE=1". Returns "" if no variables help.
+    The result has the form "NCCL_P2P_DISABLE=1"; "" if no variables help. `program` is the command
+    that runs a rank.
     """
     everyone = [tuple(range(len(devices)))]
     for transport, variables in TRANSPORTS.items():

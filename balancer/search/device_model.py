@@ -159,9 +159,9 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch whose step time on only this device may be predicted by `lower_bound`.
+        """The largest batch for which `lower_bound` may predict the step time.
 
-        0 as long as no batch has run.
+        This is for steps on only this device. 0 as long as no batch has run.
         """
         if self.solo_curve is None or self.lower_bound is None or not self.memory.largest_ran:
             return 0
@@ -254,7 +254,7 @@ class DeviceModel:
     def largest_in_one_pass(self) -> int:
         """The most rows to compute in one pass.
 
-        More rows don't fit, or take less time in two smaller passes.
+        More rows wouldn't fit, or would take less time in two smaller passes.
         """
         rows = self.pass_rows
         if not rows or rows >= self.guessed_rows or self.split_curve is None:

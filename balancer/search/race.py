@@ -108,9 +108,9 @@ class Race:
         return self._budget.probes(layout, Stage.CHECK, max(turns, default=FIRST_TURN) + 1)
 
     def _needs_more_checks(self, best: Result, check_count: int) -> bool:
-        """Whether the winner's throughput is uncertain, and further checks may help.
+        """Whether the winner's throughput is uncertain, and measuring it again may help.
 
-        `check_count` is the number of checks that were made.
+        `check_count` is how often it has been measured again.
         """
         # turns in which a device was throttled don't count, so the checks are limited too
         width = relative_half_width(best.throughput)

@@ -413,7 +413,7 @@ class Sharding:
         ]
 
     def _communication_seconds(self, timed: Timed) -> float:
-        """Return how many seconds of a step are spent on communication, such as gathering."""
+        """Return the communication time of a step, in seconds, such as for gathering parameters."""
         layout = timed.probe.layout
         return max(0.0, timed.step_seconds - expect_seconds(layout, self._row_demands))
 

@@ -114,7 +114,7 @@ class TimeLeft:
 
     @cached_property
     def first_step_overhead_seconds(self) -> float:
-        """Median overhead of a probe's first step over its later steps, in seconds."""
+        """Median of how much longer a probe's first step takes than a later one, in seconds."""
         found = [first_step_overhead(seen) for seen in self._seen.timed(*EXPLORATION)]
         return median(found or [0.0])
 
