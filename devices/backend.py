@@ -192,8 +192,8 @@ class VitalsWatch:
     def ask(self, full: bool = False) -> bool:
         """Start a reading in the background, unless one is already running.
 
-        Returns True if it was started. After `close`, nothing is started. `full` is as in
-        `VitalsReader.read`.
+        Memory, processes and load are read only if `full` is True. Returns True if the reading was
+        started. After `close`, nothing is started.
         """
         if self.pending or self._closed:
             return False

@@ -221,7 +221,7 @@ class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A temporary change of a simulated device: less memory, less speed, or a failure.
 
-    Times are in seconds from the start. Raises `ValueError` if the event doesn't end after it
+    Times are in seconds from the start. Raises `ValueError` unless the event ends later than it
     begins.
     """
 

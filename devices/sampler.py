@@ -85,7 +85,8 @@ class Sampler:
     def close(self, wait_seconds: float = JOIN_SECONDS) -> bool:
         """Stop reading, and return True if the thread has ended within `wait_seconds` seconds.
 
-        The source is closed when the thread ends, or here if `start` wasn't called.
+        The thread closes the source when it ends. If `start` wasn't called, the source is closed
+        here.
         """
         self._stop.set()
         deadline = time.monotonic() + wait_seconds
@@ -229,7 +230,8 @@ class History:
     ) -> tuple[float | None, ...]:
         """Return the newest values of a metric, with the oldest first. Missing values are None.
 
-        `key` and `metric` are as in `Sampler.history`. `newest` is the maximum number of values.
+        `key` is the key of a device or the id of a training run. `metric` is a reading of
+        `DeviceSample` or "noise_scale". `newest` is the maximum number of values.
         """
         kept = self._kept(newest)
         column = self._columns.get((key, metric))
@@ -280,7 +282,8 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
     """Return a sampler of the requested devices, and which of them can be used for training.
 
-    The sampler isn't started yet. Raises the same errors as `discover`.
+    The sampler isn't started yet. Raises RequestError if the request is invalid, and DeviceError if
+    the devices can't be used.
     """
     found = discover(devices, only_visible=False, ray_address=ray_address)
     return Sampler(open_source(found)), _trainable(found.devices)

@@ -252,9 +252,11 @@ class RemoteObject:
         return self._agent.generation
 
     def restart(self, generation: int) -> bool:
-        """Restart the host's actor after a failure, as described at `Agent.restart`.
+        """Start a new actor on the host after a failure, which recreates this object.
 
-        Returns False if that isn't possible.
+        `generation` is what `self.generation` was when the failed call began. If it has changed,
+        another thread has already restarted the actor, and nothing is done. Returns False if the
+        actor can't be restarted.
         """
         return self._agent.restart(generation)
 

@@ -219,7 +219,8 @@ def _check_named(
 ) -> None:
     """Raise `DeviceError` if a host that the request names lacks a requested device.
 
-    `device_count` is the number of devices that were found there.
+    `device_count` is the number of devices that were found on the agent's host. `answer` says why
+    others are missing.
     """
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:

@@ -114,10 +114,12 @@ class NvidiaGpus(Backend):
         return listing
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Find the requested GPUs, as described at `Backend.find`.
+        """Return the GPUs that a request selects, in the order of the terms.
 
-        If the machine has GPUs of several models, and CUDA_VISIBLE_DEVICES selects them by index, a
-        message warns that CUDA's default order may differ from that of nvidia-smi.
+        `variables` are environment variables. If the machine has GPUs of several models, and
+        CUDA_VISIBLE_DEVICES selects them by index, a message warns that CUDA's default order may
+        differ from that of nvidia-smi. Raises DeviceError if no GPU is visible, and RequestError if
+        a term matches none.
         """
         found = super().find(terms, variables)
         named = variables.get(self.visible_variable, "")

@@ -161,7 +161,7 @@ class Metric(Batch):
 
 
 class Fields(Batch):
-    """Values of a GPU that NVML reads by field id, several of them in one call.
+    """Values of a GPU that NVML identifies by field ids. One call reads several of them.
 
     `scopes` maps field ids to their scopes, such as the number of a link.
     """

@@ -305,7 +305,7 @@ class HostLaunch:
         return written, self._code if ended and not written else None
 
     def stop(self) -> None:
-        """Stop the launch with SIGTERM, and with SIGKILL if it doesn't exit in time."""
+        """Stop the launch with SIGTERM, or with SIGKILL if it doesn't exit in time."""
         self._started.wait()
         process = self._process
         if process is None or process.poll() is not None:

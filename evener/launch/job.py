@@ -234,9 +234,10 @@ def make_job(
 
 
 def _is_one_process(plan: Plan, framework: str, host_shares: Sequence[Share]) -> bool:
-    """Return True if a single TensorFlow process has to use all devices.
+    """Return True if a single TensorFlow process has to use all devices of the plan.
 
-    `host_shares` are the shares of this host. Raises PlanError if other hosts have shares, too.
+    `host_shares` are the shares of this host. Raises PlanError if a single process would have to
+    use all devices, but some are on other hosts.
     """
     if framework == "torch" or plan.layout.engine == "multiworker":
         return False

@@ -95,10 +95,10 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Create pipes for the output of processes, and print each line with a prefix.
+    """Create pipes for the output of processes, and print each line after its process's name.
 
     This is a context manager. It yields, for each process, the paths to use as standard output and
-    standard error. Lines have no prefix as long as `has_several` returns False.
+    standard error. Lines are printed without a name as long as `has_several` returns False.
     """
     # All output is printed by the end of the context. A marker ends each pipe, because descendants
     # of the processes may keep the pipes open.

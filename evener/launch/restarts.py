@@ -128,7 +128,7 @@ def _make_job_without(full_job: HostJob, broken: Sequence[Device]) -> HostJob:
 
 
 def _print_changes(before: Plan, after: Plan) -> None:
-    """Print which devices no longer compute or compute again, and how the rows change."""
+    """Print which devices no longer compute, which compute again, and how the rows change."""
     rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):
         if bool(old.batch) != bool(new.batch):

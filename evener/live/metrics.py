@@ -112,7 +112,7 @@ def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
-    """Return the devices of a record, each with its number in the names of metrics.
+    """Return the devices of a record, each with the number that identifies it in metric names.
 
     If a process has a single device, the number is its rank.
     """

@@ -49,9 +49,10 @@ from .journal import TrainingJournal
 
 
 class DeviceTimes(NamedTuple):
-    """The times of a device in a typical step, in seconds.
+    """Typical compute and waiting times of a device in its last steps, in seconds.
 
-    The fields have the same meaning as in LiveDevice.
+    `least_waiting_s` is the first decile of the waiting times. `own_spread` isn't a time: it is the
+    interquartile range of the compute times, divided by their median.
     """
 
     own_work_s: float = 0.0

@@ -314,9 +314,9 @@ def _check_states(layout: PlanLayout, where: str) -> None:
 
 
 def _has_valid_state(share: Share) -> bool:
-    """Return True if a device holds a valid fraction of the state.
+    """Return True if a device holds a valid fraction of the model's state.
 
-    A device without rows needn't hold any.
+    A device without rows may hold no state.
     """
     if not share.state:
         return not share.batch

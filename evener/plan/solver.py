@@ -27,7 +27,9 @@ def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
 def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ...]:
     """Return curves through the given points of rows and seconds, one for each device.
 
-    If any device has fewer than two points, the curves are those of `proportional_curves(rows)`.
+    If any device has fewer than two points, none of the points is used. Instead, step times are
+    assumed to be proportional to rows, and to be one second with each device's number of rows in
+    `rows`.
     """
     if all(len(knots) > 1 for knots in curves):
         return tuple(map(_join_knots, curves))

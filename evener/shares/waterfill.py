@@ -414,7 +414,7 @@ def _improve_nearby(
 ) -> Allocation:
     """Look for a faster allocation than `best` by adding single quanta to small shares.
 
-    Returns `best` itself if that doesn't raise the samples/s. `limit` is the maximum global batch.
+    Returns `best` itself if none has more samples/s. `limit` is the maximum global batch.
     """
     # with shares of a few quanta, the optimum may lie between two breakpoints
     by_device = {device.position: device for device in devices}
@@ -438,7 +438,7 @@ def _improve_nearby(
 
 
 class _Crossing(NamedTuple):
-    """The first interval of finish times in which a number of devices reaches a speed.
+    """The first interval of finish times in which a given number of devices reaches a throughput.
 
     Times are in seconds.
     """

@@ -179,8 +179,9 @@ def _compare_tensor(
 ) -> GradientDifference | None:
     """Compare a tensor's gradients from two computations, and return the difference.
 
-    `largest` is the norm of the largest gradient of all tensors in the reference. `noises` is the
-    result of `find_noises`. Returns None if all gradients are 0.
+    `largest` is the norm of the largest gradient of all tensors in the reference. `noises` maps
+    each tensor to the relative difference that rounding causes, as `find_noises` estimates it.
+    Returns None if all gradients are 0.
     """
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
@@ -257,8 +258,8 @@ def compare_ranks(
     """Compare the gradients that the ranks computed from the same rows, and return the difference.
 
     The first rank is compared with each of the others. Returns the largest difference that is more
-    than rounding, or None. `noises` contains the result of `find_noises` for each rank; without it,
-    only dtypes decide what counts as rounding.
+    than rounding, or None. `noises` contains the result of `find_noises` for each rank. Without it,
+    only the dtypes of the gradients decide what counts as rounding.
     """
     # Without `noises`, a returned difference only means that rounding has to be measured. The
     # weights are the same on all ranks. So a difference comes from something else that the loss

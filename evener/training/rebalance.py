@@ -271,8 +271,10 @@ class Rebalancer:
     ) -> None:
         """Update how many rows fit in each rank's memory.
 
-        `observe` explains the parameters. If a rank then needs a different number of passes, past
-        windows are discarded.
+        `limits` are the maximum rows per pass of each rank since memory ran out; 0 for no limit.
+        `fits` and `passes_fit` are the rows of each rank that are predicted to fit in a single
+        pass, and in each of several passes; 0 if unknown. If a rank then needs a different number
+        of passes, past windows are discarded.
         """
         ranks = range(len(self.shares))
         self._rooms = list(map(self._find_room, ranks, fits, passes_fit))
@@ -281,10 +283,10 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _find_room(self, rank: int, fits: int, passes_fit: int) -> Room:
-        """Return how many rows fit in a rank's memory.
+        """Return how many rows fit in a rank's memory: in a single pass, and in each of several.
 
-        The result has two limits: for a single pass, and for each pass if there are several. `fits`
-        and `passes_fit` are as in `observe`.
+        `fits` and `passes_fit` are how many rows are predicted to fit in these two cases; 0 if
+        unknown. They are used only if the plan has no limit for the rank.
         """
         # The plan's number comes first, then a prediction from measured memory. Without either, the
         # initial share may grow by a fixed factor.

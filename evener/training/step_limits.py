@@ -402,8 +402,8 @@ def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None
 def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
     """Return, for each rank, its device's step time as a function of rows.
 
-    If a curve that a rank has reported is missing or implausible, step times are assumed to be
-    proportional to rows.
+    Curves are from the ranks' reports. If any curve is missing or implausible, step times are
+    assumed to be proportional to rows.
     """
     # Curves come from other processes' reports, so they aren't trusted.
     shares = [rank.share for rank in ranks]
