@@ -254,10 +254,10 @@ class History:
 def mark_stale(
     snapshot: Snapshot, age_seconds: float, reason: str = "the driver does not answer"
 ) -> Snapshot:
-    """Return a copy of a snapshot whose readings are marked as stale, with a message.
+    """Return a copy of a snapshot with its readings marked as stale and a message that says so.
 
-    `age_seconds` is added to the age of each current reading, and `reason` is why there is no newer
-    one.
+    `age_seconds` is added to the age of each current reading. `reason` says why there is no newer
+    reading.
     """
     note = f"No reading for {age_seconds:.0f} s: {reason}."
     devices = (_stale_readings(sample, age_seconds) for sample in snapshot.devices)

@@ -1,9 +1,9 @@
-"""Simulated devices from the catalogue or a machine file, whose readings are computed.
+"""Simulated devices from the catalogue or a machine file. Their readings are computed.
 
 The readings depend on two quantities: `busy` is the fraction of time in which the device computes,
-and `effort` its throughput relative to its maximum. Utilization is busy^0.2, so that it is about 95
-% even for small batches, as on real GPUs. Power depends mostly on effort, and temperature follows
-power with a lag.
+and `effort` is its throughput relative to its maximum. Utilization is busy^0.2, so that it is about
+95 % even for small batches, as on real GPUs. Power depends mostly on effort, and temperature
+follows power with a lag.
 """
 
 from __future__ import annotations

@@ -177,9 +177,9 @@ class TrainingRates:
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
         """Return the samples/s of each process on each device, and how overdue its report is.
 
-        `pids` maps device ids to the processes that the driver sees there, for reports that don't
-        name their devices. The result maps pairs of process id and device id to pairs of samples/s
-        and seconds overdue.
+        `pids` maps device ids to the processes that the driver sees on the device. They are used if
+        a report doesn't name its devices. The result maps pairs of process id and device id to
+        pairs of samples/s and seconds overdue.
         """
         if self._clock() >= self._next_read:
             self._next_read = self._clock() + READ_PERIOD_SECONDS

@@ -185,9 +185,10 @@ class GpuReader:
     def vitals(self, full: bool) -> Vitals:
         """Return throttling times, clock and energy, which show whether a measurement is valid.
 
-        With `full`, memory, processes and utilization are read, too; otherwise, they are those of
-        the last full call. `clock_fraction` is read only if the throttling times have changed since
-        the last call. Raises `GpuGoneError` or `DriverGoneError` if the GPU or the driver is gone.
+        If `full` is True, memory, processes and utilization are read, too. Otherwise, their values
+        from the last full call are returned. `clock_fraction` is None unless the throttling times
+        have changed since the last call. Raises `GpuGoneError` or `DriverGoneError` if the GPU or
+        the driver is gone.
         """
         now = time.monotonic()
         counters = dict(self._probe_fields.read(now))

@@ -73,7 +73,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file whose creation lets the other ranks start after the first one.
+        """The path of a file that is created to let the other ranks start after the first rank.
 
         None if all ranks start at once.
         """

@@ -571,9 +571,9 @@ def _describe_devices(
 ) -> tuple[LiveDevice, ...]:
     """Return the devices of a report, each with its part of the throughput and its times.
 
-    `devices` and `batches` are as in `report`. `rate` is the samples/s of all devices together; it
-    is divided in proportion to the devices' samples. Raises RequestError if the number of batches
-    differs from the number of devices.
+    `batches` are the samples of each device, or None to use those that `devices` contains. `rate`
+    is the samples/s of all devices together; it is divided in proportion to the devices' samples.
+    Raises RequestError if the number of batches differs from the number of devices.
     """
     named = [_identify_device(device) for device in devices]
     sizes = (

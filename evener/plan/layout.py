@@ -202,7 +202,9 @@ def make_layout(
     - `batches`: rows per step of each device.
     - `micros`: rows per pass of each device; by default, each device takes one pass.
     - `ratios`: the devices' fractions of the batch; by default, in proportion to `batches`.
-    - `engine`, `processes`, `placement`: as in `PlanLayout`.
+    - `engine`: how a framework uses several devices, such as "ddp"; "" if there is no choice.
+    - `processes`: the number of training runs that share the device.
+    - `placement`: the workload's name for how it places the model on several devices, or "".
     """
     total = sum(batches)
     chosen = ratios or tuple(batch / total if total else 0.0 for batch in batches)

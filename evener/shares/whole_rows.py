@@ -174,9 +174,10 @@ def split_passes(batch: int, micro: int) -> tuple[int, ...]:
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """Return the largest global batch, divided as in `shares`, that takes one pass per device.
+    """Return the largest global batch that each device computes in a single pass.
 
-    `micros` are the maximum rows per pass of each device.
+    The batch is divided in the same proportions as `shares`. `micros` are the maximum rows per pass
+    of each device.
     """
     return min(
         micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share

@@ -206,8 +206,8 @@ class PassQueue:
     def take(self, min_rows: Callable[[], int] = lambda: 1) -> Pass | None:
         """Return the next pass, or None after the last one.
 
-        A pass above the limit is divided into pieces; `min_rows` returns the smallest size of a
-        piece.
+        A pass with more rows than the limit is divided into pieces. `min_rows` returns the smallest
+        number of rows that a piece may have.
         """
         if not self._left:
             return None
