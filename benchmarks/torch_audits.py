@@ -41,11 +41,12 @@ from torch.utils.data import TensorDataset
 from evener.errors import EvenerError
 from evener.torch import Split, training_audits
 from evener.torch.audit import step as step_audit
+from evener.torch.audit.computations import Computations
 from evener.torch.audit.compute import GradientSketcher, Piece
 from evener.torch.audit.quick import KnownPasses
 from evener.torch.audit.rows import FEWER, ROWS, FewRows, choose_few_rows
 from evener.torch.audit.sketch import SIGNS, GradientSums, name_tensors
-from evener.torch.audit.step import Computations, audit
+from evener.torch.audit.step import audit
 from evener.training.audit import (
     EARLY,
     REPEATS,

@@ -15,16 +15,10 @@ from functools import partial
 from typing import Any
 
 from ..errors import RequestError
+from ..torch.audit.computations import AuditChange, Computation, Computations, WholeShares
 from ..torch.audit.compute import GradientSketcher, Piece
 from ..torch.audit.rows import FewRows
-from ..torch.audit.step import (
-    AuditChange,
-    Audited,
-    Computation,
-    Computations,
-    WholeShares,
-    audit,
-)
+from ..torch.audit.step import Audited, audit
 from ..torch.rows.structure import cut_rows
 from ..torch.shards.make import trains_shards_only
 from ..torch.step.wrapped import is_sharded

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from ..errors import RequestError
+from ..torch.audit.computations import Computations
 from ..torch.audit.compute import GradientSketcher
 from ..torch.audit.nested_values import is_arithmetic, leaves_in, nested_tensors
 from ..torch.audit.objects import unfold
@@ -35,7 +36,7 @@ from ..torch.audit.row_numbers import find_loss_by_rows
 from ..torch.audit.rows import FewRows, choose_few_rows
 from ..torch.audit.sketch import name_tensors
 from ..torch.audit.state import kept_state
-from ..torch.audit.step import Computations, compare_losses
+from ..torch.audit.step import compare_losses
 from ..torch.rows.structure import address, cut_rows, tensors_in
 from ..torch.training_audits import (
     add_unweighted,

@@ -37,6 +37,7 @@ from ..training.audit import (
     describe,
     is_audited,
 )
+from .audit.computations import AuditChange, Computation, Computations, WholeShares
 from .audit.compute import GradientSketcher, Piece
 from .audit.quick import KnownPasses
 from .audit.record import (
@@ -49,7 +50,7 @@ from .audit.replay import Compute, Replayed, audit_record
 from .audit.rows import FEWER, ROWS, FewRows, choose_few_rows, fetch_rows
 from .audit.settings import LossSettings
 from .audit.sketch import name_tensors
-from .audit.step import AuditChange, Audited, Computation, Computations, WholeShares, audit
+from .audit.step import Audited, audit
 from .left_out import LeftOutBatches
 from .members import Members
 from .private import default_store

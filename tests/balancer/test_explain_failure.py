@@ -309,7 +309,7 @@ def test_steps_in_shards_without_memory_are_named_with_the_time_of_a_further_one
         seen.append(OutOfMemory(Probe(layout, Stage.SHARD, 1.0), (1,), "", 9.0))
     fault = explain_no_plan(record(header, *seen), Belief((), "Done."), late(()))
     assert "; in shards, memory ran out too, with 1 + 10 and 1 + 9 samples." in fault.message
-    assert fault.remedy.startswith("Give a longer budget, as in --budget 240s: a further try")
+    assert fault.remedy.startswith("Give a longer budget, as in --budget 240s: another try")
     assert "about 9 s" in fault.remedy
 
 

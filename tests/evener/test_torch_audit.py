@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E40
 from torch.utils.data import default_collate  # noqa: E402
 
 from evener.torch.audit import compute  # noqa: E402
+from evener.torch.audit.computations import Computations  # noqa: E402
 from evener.torch.audit.compute import GradientSketcher  # noqa: E402
 from evener.torch.audit.quick import KnownPasses  # noqa: E402
 from evener.torch.audit.row_numbers import find_loss_by_rows  # noqa: E402
@@ -34,7 +35,7 @@ from evener.torch.audit.sketch import (  # noqa: E402
     name_tensors,
     sum_lines,
 )
-from evener.torch.audit.step import DRAWN, Audited, Computations, audit  # noqa: E402
+from evener.torch.audit.step import DRAWN, Audited, audit  # noqa: E402
 from evener.torch.rows.structure import tensors_in  # noqa: E402
 from evener.torch.training_audits import (  # noqa: E402
     TrainingAudits,

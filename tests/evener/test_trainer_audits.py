@@ -104,9 +104,10 @@ def test_losses_alone_are_compared_where_checkpoints_are_reentrant() -> None:
 
     from torch.utils.checkpoint import checkpoint
 
+    from evener.torch.audit.computations import AuditChange, Computations
     from evener.torch.audit.compute import GradientSketcher, Piece
     from evener.torch.audit.sketch import name_tensors
-    from evener.torch.audit.step import AuditChange, Computations, audit
+    from evener.torch.audit.step import audit
 
     model = torch.nn.Linear(3, 3).double()
     rows = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)

@@ -12,11 +12,12 @@ import torch
 
 from ...errors import RequestError
 from ..rows.structure import each_tensor, tensors_in
+from .computations import Computations
 from .compute import GradientSketcher, Piece
 from .objects import find_objects
 from .record import AS_WRITTEN, MULTIPLES, ROW_COUNTS, LossRecord
 from .rows import FewRows
-from .step import Audited, Computations, audit
+from .step import Audited, audit
 
 EVERY_COUNT = (AS_WRITTEN, ROW_COUNTS, MULTIPLES)
 ROW_BY_ROW = "its loss is made row by row, of as many rows as its batch has"

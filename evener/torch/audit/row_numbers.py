@@ -8,17 +8,15 @@ count. Here, rows draw different random numbers, and a row draws the same ones i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...training.audit import LOSS, LOSS_SAFETY, REPEATS, SAFETY, GradientDifference, floor
+from .computations import Computations, WholeShares
 from .compute import GradientSketcher, Piece
 from .randomness import SEED, EvenRandomness, draw_equal_rows
 from .rows import FewRows
-
-if TYPE_CHECKING:
-    from .step import Computations, WholeShares
 
 APART = 7919  # between the seeds of two rows
 
