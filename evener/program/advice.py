@@ -71,8 +71,8 @@ def advise(optimizer: Any, loader: Any) -> str:
 def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) -> tuple[str, str]:
     """Return where the DDP code has to be inserted, and which method calls need `.module`.
 
-    Both are phrases for a message; the second is "" if no calls do. `loader` and `models` are the
-    script's names for its loader and its models.
+    Both are phrases for a message; the second is "" if no calls need it. `loader` and `models` are
+    the script's names for its loader and its models.
     """
     body = None if frame is None else _parse_file(frame)
     if frame is None or body is None:
@@ -104,7 +104,7 @@ def _trains_on_gpu(optimizer: Any) -> bool:
 
 
 def advise_fastai() -> str:
-    """Return the lines that make a fastai script train on all devices."""
+    """Return the lines of code that make a fastai script train on all devices."""
     return (
         "To train on all of them, with equal shares, as its loaders aren't PyTorch's, write:"
         "\n    with learn.distrib_ctx():"
@@ -113,7 +113,7 @@ def advise_fastai() -> str:
 
 
 def advise_lightning() -> str:
-    """Return the lines that make a Lightning script train on all devices."""
+    """Return the lines of code that make a Lightning script train on all devices."""
     # the lines keep the global batch: each rank's batch size is divided by the number of ranks
     devices = int(os.environ["WORLD_SIZE"])
     lines = (

@@ -165,8 +165,8 @@ class Exchanges:
     def find_line(self, guard: Guard | None) -> str:
         """Return the line of the user's code that called the collective, such as "train.py:12".
 
-        The result is "" if a known library called it, or if the call is part of another collective
-        or of a replayed step.
+        The result is "" if a known library called it, if the call is part of another collective, or
+        if the guard is repeating it.
         """
         if self._nested or (guard is not None and guard.is_replaying):
             return ""

@@ -1,9 +1,9 @@
 """Prepare each process for the process group that the user's script creates.
 
 The group consists of the ranks that `evener run` started, or of processes that the script itself
-started. Some scripts never create a group. Therefore evener's first rank runs the script alone
-until it creates a group with the others. A process that evener didn't start gets the plan's device
-for its rank.
+started. Some scripts never create a group. Therefore, at first, only evener's first rank runs the
+script; the others run it once the script creates a group with them. A process that evener didn't
+start gets the plan's device for its rank.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _has_sibling(own: dict[str, str]) -> bool:
 
 
 def _set_own_device(member: GroupRank) -> None:
-    """Choose the plan's device for a process that the user's script has started itself."""
+    """Assign one of the plan's devices to a process that the user's script has started itself."""
     # This is the plan's device for the process's rank. If there are more processes than shares,
     # some use the same device. If the numbers differ, shares are equal.
     if member.is_given and is_eveners_rank():  # the variables are those of the parent process

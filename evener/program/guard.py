@@ -88,7 +88,7 @@ class Guard(Recorder):
     - `step`: number of the training step, for messages.
     - `agree`: exchanges error messages with all ranks, and returns the first one. Pass it if ranks
       communicate inside the model, as under FSDP; then losses are compared instead of gradients.
-    - `are_sums`: whether losses are sums over rows; None finds it out.
+    - `are_sums`: whether losses are sums over rows; None if the guard has to find out.
     """
 
     def __init__(
@@ -168,8 +168,7 @@ class Guard(Recorder):
     def _is_user_constant(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is a small constant of the script, such as task weights.
 
-        Totals over all ranks' rows don't count, because they come from data and not from the
-        script.
+        Totals over all ranks' rows don't count, because they are computed from the data.
         """
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
@@ -480,7 +479,10 @@ class Guard(Recorder):
         return RANDOM_COUNT.format(*(f"{loss:.6g}" for loss in losses))
 
     def _find_limit(self, record: LossRecord) -> str:
-        """Return why the loss can't be computed for a batch with one more row, or "" if it can."""
+        """Return why the loss can't be computed for a batch with one more row, or "" if it can.
+
+        With unequal shares, some ranks get more rows than in the current batch.
+        """
         # Only a tensor with an entry per row that isn't in the batch can be a reason. Then the loss
         # of one more row is tried.
         if not self._finds_sums or self._is_ragged or not record.has_other_rows():

@@ -1,9 +1,9 @@
 """Divide the rows of a user's plain PyTorch loop in proportion to the shares instead of equally.
 
 Such a loop has a DataLoader whose sampler divides rows evenly, and a DistributedDataParallel model.
-Each rank draws the batches of all ranks from copies of its batch sampler. Thus each rank knows the
-global batches, and all divide them alike without communication. Shares stay equal until a whole
-step has been observed.
+Each rank draws the batches of all ranks from copies of its batch sampler. So each rank knows the
+global batches, and all ranks divide them in the same way without communicating. Shares stay equal
+until a whole step has been observed.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ class SharedBatches:
     def find_or_install(cls, loader: Any) -> SharedBatches:
         """Return the loader's `SharedBatches`, which is installed in the loader on first use.
 
-        If the loader makes no batches or its data set is a stream, the result isn't installed and
-        only has a `fault`.
+        If the loader has no batch sampler or its data set is a stream, nothing is installed, and
+        the result's `fault` says so.
         """
         original = loader.batch_sampler
         if isinstance(original, SharedBatches):
@@ -251,7 +251,7 @@ class SharedBatches:
         return getattr(self.script_sampler, name)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Pickle as the script's own sampler, so that its checkpoints don't need evener."""
+        """Pickle as the script's own sampler, so that the pickle can be loaded without evener."""
         # Later protocols than 1 don't allow an object to be replaced by one of another class.
         return self.script_sampler.__reduce_ex__(1)
 
@@ -286,10 +286,10 @@ class SharedBatches:
         yield from _draw_own_batches_too(sampler, own, expected)
 
     def _divide_epoch(self) -> tuple[UnevenBatchSampler, list[list[Any]]] | None:
-        """Draw all ranks' rows of the next epoch, and divide them by shares; None if impossible.
+        """Draw all ranks' rows of the next epoch, and divide them by shares.
 
         Returns a sampler that divides the rows, and the batches that this rank's own sampler should
-        draw. If rows can't be divided, `fault` says why.
+        draw. If rows can't be divided, returns None, and `fault` says why.
         """
         self.fault = ""
         rank, world = dist.get_rank(), dist.get_world_size()

@@ -80,7 +80,10 @@ class Origins:
         return self._marks.find_own(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> None:
-        """Mark the result of a PyTorch call if one of its arguments comes from another rank."""
+        """Mark the result of a PyTorch call if one of its arguments comes from another rank.
+
+        `rows` knows which tensors were computed from this rank's rows.
+        """
         collective = self.find((arguments, keywords)) if self.seen else ""
         collective = collective or self.totals.follow(function, arguments, keywords, result, rows)
         if not collective:

@@ -297,7 +297,7 @@ class Program:
         self._end_strictly(views.FOR_ONE)
 
     def _save_settings(self) -> None:
-        """Save the optimizers' settings at the start of a batch, to detect changes in its step."""
+        """Save the optimizers' settings at the start of a batch, to detect changes in the step."""
         # A schedule changes the settings between batches. An exchanged value may be the cause of a
         # change within a batch.
         self._begun_reads = self.exchanges.origins.reads
@@ -429,7 +429,7 @@ class Program:
             self._begin_step(loop, self.training)
 
     def _enter(self, loop: Any) -> None:
-        """Make `loop` the loop whose batches are trained on."""
+        """Make `loop` the current loop, whose batches the script trains on."""
         left = self._loop
         if left is not None and self._updated and left.shared_batches is loop.shared_batches:
             self.end(left)  # a new epoch of a loop that counts its batches itself

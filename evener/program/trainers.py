@@ -130,7 +130,7 @@ def _steps_others(trainer: Any) -> bool:
 
 
 def _warn_of_tail(trainer: Any, global_batch: int) -> None:
-    """Warn that the last batch of an epoch has fewer rows than with the script's own launcher."""
+    """Warn if the last batch of an epoch has fewer rows than with the script's own launcher."""
     # the program's own launcher would fill the last batch up
     rows = len(trainer.train_dataset)
     if rows % global_batch and not trainer.args.dataloader_drop_last:

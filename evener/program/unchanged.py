@@ -395,10 +395,11 @@ class UnchangedTraining:
         self._reporter.report(rows)
 
     def _find_owner(self) -> Literal["nobody", "other", "undecided"]:
-        """Return whether something else reports this process's steps.
+        """Find out whether something else reports this process's steps.
 
-        The result is "nobody", "other", or "undecided" while the processes may still begin to train
-        with a plan's shares. It is also "other" if the number of processes is unknown.
+        The result is "other" if something does, or if the number of processes is unknown. It is
+        "undecided" while the processes may still begin to train with a plan's shares, and otherwise
+        "nobody".
         """
         own = None if self._reporter is None else self._reporter.reporter
         if is_reported_elsewhere(own):

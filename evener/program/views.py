@@ -148,7 +148,10 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
-    """Return all scalars in the optimizer's settings, or only those called `names`."""
+    """Return all scalars in the optimizer's settings.
+
+    If `names` is given, only the settings with these names are read.
+    """
     groups = optimizer.param_groups
     chosen = [
         one

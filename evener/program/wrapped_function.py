@@ -9,7 +9,10 @@ from wrapt import FunctionWrapper
 
 
 class WrappedFunction(FunctionWrapper):  # type: ignore[type-arg]
-    """A library's function with a hook; only its name, `path`, is pickled."""
+    """Wrapper that adds a hook to a library's function.
+
+    It is pickled as the function's name, `path`, so that the pickle can be loaded without evener.
+    """
 
     def __init__(self, wrapped: Any, wrapper: Any, path: str) -> None:
         super().__init__(wrapped, wrapper)

@@ -1,4 +1,4 @@
-"""Hooks and replaced functions, which are removed when no training run needs them any more."""
+"""Hooks and replaced functions, which are removed once no training run needs them."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ class LeftOutBatches:
     def note(self, loss: torch.Tensor, operations: Hashable) -> None:
         """Record before a backward pass whether the loss is 0.
 
-        A step is skipped only if all its losses are 0. `operations` identifies how the loss was
-        computed. Once these operations have given a loss other than 0, their losses aren't checked
-        again.
+        A step counts as skipped only if all its losses are 0. `operations` identifies how the loss
+        was computed. Once these operations have given a loss other than 0, their losses aren't
+        checked again.
         """
         # reading a loss makes the host wait for the device
         self._learns = not self._is_left_out(loss, operations) or bool(self._learns)

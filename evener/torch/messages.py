@@ -49,7 +49,7 @@ def _number(value: int) -> torch.Tensor:
 
 
 def _encode(value: Any) -> torch.Tensor:
-    """Encode a value as JSON, and return the text as a tensor of bytes."""
+    """Encode a value as JSON, in a tensor of bytes."""
     # by Python's json module, which can represent infinity and NaN
     text = json.dumps(msgspec.to_builtins(value)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_choose_device())

@@ -187,7 +187,7 @@ class PlannedTraining:
         """Register a training data set, to check that all ranks have the same one.
 
         Ranks compare their data sets once, at the end of the first trained step. `sampler`
-        determines the order of rows, and `collate` makes a batch of a list of rows.
+        determines the order of rows, and `collate` turns a list of rows into a batch.
         """
         if self._data is not None:
             others = [each for each in self._data if each[0] is not dataset]

@@ -276,11 +276,11 @@ class Split(PlannedTraining):
         self.loaders.load_state_dict(state)
 
     def strategy(self, count: OfPart | None = None, check: bool = True, **options: Any) -> Any:
-        """Return a strategy for Lightning's Trainer that trains by the plan.
+        """Return a strategy for Lightning's Trainer that trains with the plan.
 
         Call this before `loader`. `count` returns the denominator of a part's mean loss, such as
-        its token count; None means its row count. `check` is whether to audit the loss, which
-        raises RequestError if it isn't such a mean. `options` are passed to DDPStrategy.
+        its token count; None means its row count. `check` says whether to audit the loss; an audit
+        raises RequestError if the loss isn't such a mean. `options` are passed to DDPStrategy.
         """
         self.check_whole()
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
@@ -301,12 +301,13 @@ class Split(PlannedTraining):
 
         Arguments:
 
-        - `shard`: "all" gathers parameters one unit at a time. With "state", parameters and
-          gradients are whole while a batch is computed: they are gathered and reduced once
-          per batch, even with several passes.
-        - `units`: the modules to gather at a time, or their classes; None chooses them.
-        - `state`: relative size of each rank's part; None takes it from the plan or from
-          GPU memory.
+        - `shard`: how parameters are gathered. With "all", it is one unit at a time. With
+          "state", parameters and gradients are whole while a batch is computed: they are
+          gathered and reduced once per batch, even with several passes.
+        - `units`: with "all", the modules whose parameters are gathered together, or their
+          classes; None means repeated blocks and large layers.
+        - `state`: relative size of each rank's part of the model; by default it is from the
+          plan, or else in proportion to free GPU memory.
         - `dtype`: dtype of computation; None leaves each parameter its own.
 
         Use it instead of `wrap`, and create the optimizer afterwards. Every rank has to call this.
@@ -318,8 +319,8 @@ class Split(PlannedTraining):
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
         """Return the unsharded state dict of a sharded model, on the CPU.
 
-        Every rank has to call this. Ranks other than 0 get an empty dict. It needs device memory
-        for one unit at a time.
+        Every rank has to call this. Ranks other than 0 get an empty dict. Only one unit at a time
+        takes device memory.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
@@ -373,7 +374,7 @@ class Split(PlannedTraining):
         - `total`: this rank's sum of losses.
         - `count`: the number of items that `total` sums over, such as tokens.
 
-        The gradients of all ranks, weighted and summed, are then those of the mean over the whole
+        The weighted sum of all ranks' gradients is then the gradient of the mean over the whole
         batch.
 
         Every rank has to call this. Raises RequestError inside `parts`. Use the result like a mean

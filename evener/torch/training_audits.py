@@ -1,8 +1,8 @@
 """Audit a training run: check from time to time that unequal shares don't change the gradient.
 
-An audit computes the loss of a few rows twice, as one batch and in the parts of unequal shares, and
-compares the gradients. This module chooses the steps, compares the ranks' results, and acts on a
-difference.
+An audit computes the loss of a few rows twice, once as one batch and once in parts whose sizes
+follow the shares, and compares the gradients. This module chooses the steps, compares the ranks'
+results, and acts on a difference.
 """
 
 from __future__ import annotations
@@ -302,7 +302,10 @@ class TrainingAudits:
             self._share_result(Replayed(self._try_audit(lambda: find(first))))
 
     def expect_function(self) -> None:
-        """Record that the user's loop passes its loss function to `split.step`."""
+        """Record that the user's loop passes its loss function to `split.step`.
+
+        Such a loop doesn't call `backward` itself.
+        """
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:

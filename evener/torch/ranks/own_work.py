@@ -154,7 +154,7 @@ class GpuClock:
         return float(start.elapsed_time(end)) / 1e3
 
     def reuse(self, marks: Sequence[Any]) -> None:
-        """Accept CUDA events that are no longer needed, to record them again later."""
+        """Take back CUDA events that are no longer needed, so that they can be recorded again."""
         self._free.extend(marks)
 
 

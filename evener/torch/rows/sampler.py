@@ -137,7 +137,7 @@ class ShareSchedule:
 
 
 class UnevenBatchSampler:
-    """Batch sampler that yields one rank's rows of each global batch, by unequal shares.
+    """Batch sampler that yields one rank's rows of each global batch, in unequal shares.
 
     All ranks together get each row of an epoch once. A rank without rows in a short last batch gets
     one filler row.
