@@ -83,7 +83,7 @@ class RateGap(msgspec.Struct, frozen=True):
 Action = Literal[
     "one_device",  # train on one device; no plan is needed
     "plain_parallel",  # equal shares, the default of frameworks; no plan is needed
-    "plan",  # train by the plan
+    "plan",  # train with the plan
     "measure_again",
     "fix_code",  # the loss is NaN or infinite
 ]

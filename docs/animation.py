@@ -120,7 +120,7 @@ def _rule(name: str, shown: Sequence[bool], begins: Sequence[float], total: floa
 
 _WINDOW = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img">
-<title>evener finds a split of two cards, then trains by it while one of them gets hot</title>
+<title>evener finds a split of two cards, then trains with it while one of them gets hot</title>
 <style>
 text{{{font};font-size:20px;white-space:pre}}
 @media (prefers-reduced-motion:reduce){{g{{animation:none!important}}}}

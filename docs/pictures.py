@@ -135,7 +135,7 @@ class PicturePublisher:
 
 
 def _reports() -> tuple[Training, ...]:
-    """Two ranks that train by the plan; the second one's card became slower."""
+    """Two ranks that train with the plan; the second one's card became slower."""
     at_seconds = AT_SECONDS + 150.0
     change = "SIM:0 slower by 21 % since step 880"
     facts: dict[str, Any] = {

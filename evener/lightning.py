@@ -278,15 +278,15 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             )
         if has_argument(self.lightning_module.training_step, "dataloader_iter", explicit=True):
             raise RequestError(
-                "training_step(dataloader_iter) takes batches itself, so nobody knows which "
-                "one a loss is of.",
+                "training_step(dataloader_iter) takes batches itself, so evener can't know "
+                "which one a loss is of.",
                 "Write training_step(batch, batch_idx).",
             )
         if self._passes > 1 and self._searches:
             who = "LBFGS" if self._has_lbfgs else "The search for a learning rate"
             other = "another optimizer" if self._has_lbfgs else "search on one device alone"
             raise RequestError(
-                f"{who} goes by the loss of the whole batch, and a plan with passes has only a "
+                f"{who} needs the loss of the whole batch, and a plan with passes has only a "
                 f"pass's at a time.",
                 f"Use a plan without passes (evener balance --micro off), or {other}.",
             )
@@ -441,8 +441,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             if self._part is not None:
                 if loss is None:
                     raise RequestError(
-                        "training_step returned None for some rows of a batch, whose others "
-                        "are learned already.",
+                        "training_step returned None for some rows of a batch, and the "
+                        "others are learned already.",
                         "Return a loss for every batch, or None before anything is computed.",
                     )
                 loss = loss / self._trainer.accumulate_grad_batches
@@ -512,7 +512,7 @@ _MANUAL = (  # why a failed pass isn't computed again, and the remedy
 
 def _other_strategy() -> RequestError:
     return RequestError(
-        "split.strategy() was called, but the trainer doesn't train by what it returned.",
+        "split.strategy() was called, but the trainer doesn't use the strategy that it returned.",
         "Write L.Trainer(strategy=split.strategy(), use_distributed_sampler=False); for a "
         "loop of your own, leave"
         " split.strategy() out.",

@@ -41,7 +41,7 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
     module = strategy.lightning_module
     audits = strategy.planned.audits
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in strategy.optimizers):
-        raise RequestError("LBFGS goes by the loss of the whole batch.", "Use another optimizer.")
+        raise RequestError("LBFGS needs the loss of the whole batch.", "Use another optimizer.")
 
     def make_sketcher() -> GradientSketcher:
         around = [partial(silent, module)]

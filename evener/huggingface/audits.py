@@ -34,8 +34,8 @@ REMEDIES = {
         " device."
     ),
     "state": (
-        "Note it of the whole batch, by self.accelerator.gather(value) in training_step, or train"
-        " on one device."
+        "Compute it over the whole batch, with self.accelerator.gather(value) in training_step, or"
+        " train on one device."
     ),
 }
 PROCESSES = 2  # number of processes in an audit; a trainer may multiply its loss by it

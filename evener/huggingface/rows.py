@@ -90,8 +90,8 @@ def check_setup(trainer: Any) -> None:
         )
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         raise RequestError(
-            "train_sampling_strategy='batch_rebalance' makes ranks equally long, the plan as "
-            "long as they are fast.",
+            "train_sampling_strategy='batch_rebalance' makes the ranks' batches equally long, and "
+            "the plan makes a fast rank's longer.",
             "Use 'random' or 'group_by_length'.",
         )
 

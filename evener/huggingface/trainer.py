@@ -325,8 +325,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if by_labels and self.keeps_launcher and few_rows and has_uneven_labels(few_rows.whole):
             raise RequestError(
                 "its loss is a mean over a rank's own labels, of which rows have different "
-                "numbers: its own launcher averages the means of ranks, and by shares it would be "
-                "the mean over all labels",
+                "numbers: its own launcher averages the means of ranks, and with unequal shares it "
+                "would be the mean over all labels",
                 "Train it with with_plan, which takes the mean over all labels.",
             )
 

@@ -746,8 +746,8 @@ class StepAudit:
             difference = GradientDifference(variable.name, relative, 0.0, *sizes, (0.0, 0.0))
             effect = "" if is_own else ", and what is learned depends on it"
             message = (
-                f"{self._moment}, the variable {variable.name} is another one after all rows at"
-                f" once than after parts of {self._name_parts(rows)} of them, as shares compute it"
+                f"{self._moment}, the variable {variable.name} differs between all rows at once and"
+                f" parts of {self._name_parts(rows)} of them, as shares compute it"
                 f" (norms {sizes[0]:.6g} and {sizes[1]:.6g}){effect}."
             )
             return Finding(difference, message, LEFT_OUT)
@@ -811,10 +811,10 @@ class StepAudit:
             difference = compare(one.gradients, other.gradients)
             if difference is not None:
                 message = (
-                    f"{self._moment}, {place} decides by a value that is another one"
-                    f" for parts of {self._name_parts(rows)} of the rows than for all at once, so"
-                    f" parts may decide otherwise, now or later: the gradient of {difference.name}"
-                    f" then differs by {difference.relative:.2g} of its size."
+                    f"{self._moment}, {place} decides by a value that differs between parts"
+                    f" of {self._name_parts(rows)} of the rows and all rows at once, so"
+                    f" parts may decide differently, now or later: the gradient of"
+                    f" {difference.name} then differs by {difference.relative:.2g} of its size."
                 )
                 return Finding(difference, message)
         return None

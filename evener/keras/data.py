@@ -204,7 +204,7 @@ def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> Non
         initial=0.0
     ):
         raise RequestError(
-            "The model computes another output for a row without its padding.", _MASK
+            "The model computes a different output for a row without its padding.", _MASK
         )
 
 

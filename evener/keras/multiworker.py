@@ -308,8 +308,8 @@ class Workers:
         if int(self._other_inputs) and not bool(self._labels_vary):
             warn(
                 "The processes have other inputs in their first batch, and its labels are all "
-                "equal, so nobody sees whether their rows are the same: if the dataset is shuffled,"
-                " give shuffle a seed."
+                "equal, so evener can't see whether their rows are the same: if the dataset is"
+                " shuffled, give shuffle a seed."
             )
 
     def report_retry(self, retreat: Retreat) -> None:

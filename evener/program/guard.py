@@ -65,7 +65,7 @@ LIMITED = (
     "that many of them ({})"
 )
 RANDOM_COUNT = (
-    "its loss isn't a mean over rows, as where it is divided by a count that goes by random "
+    "its loss isn't a mean over rows, as where it is divided by a count that depends on random "
     "numbers: the same rows give {} in equal parts and {} in the parts of shares"
 )
 UNSEEN = "no backward pass was seen in its first step"

@@ -208,7 +208,7 @@ class Loop:
 
 _STATE_METHODS = ("state_dict", "load_state_dict", "update_state_dict")
 RESUMED = "it resumes an epoch in its middle, by a saved state of its sampler"
-_OTHER_ROWS = "its sampler draws other rows each time that it is asked"
+_OTHER_ROWS = "its sampler draws different rows each time that it is asked"
 
 
 class SharedBatches:
@@ -302,7 +302,7 @@ class SharedBatches:
         each = len(every[0][0])
         shares = PROGRAM.shares or (each,) * world
         if sum(shares) != each * world:
-            self.fault = "its batches are of another size"
+            self.fault = "its batches have a different size"
         elif again != every[rank]:
             self.fault = _OTHER_ROWS
         if self.fault:
@@ -363,7 +363,7 @@ def _draw_own_batches_too(
     # If they differed, rows would be left out or trained twice.
     for batch, own in zip(batches, expected, strict=True):
         if list(next(drawn, ())) != own:
-            raise _uneven("its sampler draws other rows than it did when the epoch began")
+            raise _uneven("its sampler draws different rows than when the epoch began")
         yield batch
     if next(drawn, None) is not None:
         raise _uneven("its sampler draws more batches than it did when the epoch began")
@@ -394,7 +394,7 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
     if max(counts) > len(sampler):
         raise _uneven("its sampler gives more batches than it says")
     if counts == {0} or len(counts) > 1:
-        raise _uneven("its ranks have other numbers of batches, or none")
+        raise _uneven("its ranks have different numbers of batches, or none")
     _check_sizes(every)
     if not all(isinstance(row, int) and row >= 0 for row in join_ranks(every)):
         raise _uneven("its rows have no numbers")
@@ -423,7 +423,7 @@ def _check_sizes(batches_by_rank: list[list[Any]]) -> None:
     sizes = [{len(batch) for batch in step} for step in zip(*batches_by_rank, strict=True)]
     whole = set.union(*sizes[:-1], sizes[0])
     if len(whole) > 1 or len(sizes[-1]) > 1:
-        raise _uneven("its ranks have batches of other sizes")
+        raise _uneven("its ranks have batches of different sizes")
 
 
 def _uneven(why: str) -> RequestError:

@@ -592,7 +592,7 @@ class Program:
         if difference in ("order", "rates"):
             raise RequestError(
                 f"Since shares have differed, {views.DIFFERENCES[difference]}.",
-                "Let nothing go by a rank's own rows, or start it with its own launcher.",
+                "Let nothing depend on a rank's own rows, or start it with its own launcher.",
             )
         if fault := next(
             (each.fault for each in every if each.fault), views.DIFFERENCES.get(difference, "")

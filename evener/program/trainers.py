@@ -113,7 +113,7 @@ def _plan(trainer: Any) -> None:
         if planned.excess > 1:
             model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
             PROGRAM.notebook.warn(
-                f"its loss is {planned.excess} times the mean, as by its own launcher: {model} "
+                f"its loss is {planned.excess} times the mean, as with its own launcher: {model} "
                 f"ignores num_items_in_batch, and transformers multiplies by the number of "
                 f"processes"
             )
@@ -136,7 +136,7 @@ def _warn_of_tail(trainer: Any, global_batch: int) -> None:
     if rows % global_batch and not trainer.args.dataloader_drop_last:
         PROGRAM.notebook.warn(
             f"the last batch of an epoch has the {rows % global_batch} rows that are left of "
-            f"{rows}; by equal shares it"
+            f"{rows}; with equal shares it"
             f" would be filled up to {global_batch} with rows seen before"
         )
 
@@ -170,7 +170,7 @@ def build() -> Any:
     except SystemExit as end:
         ended = f"ended with exit code {end.code}"
     raise RequestError(
-        f"The program {ended} without training by a transformers.Trainer, so there is nothing "
+        f"The program {ended} without training with a transformers.Trainer, so there is nothing "
         f"to measure.",
         "Give it a function build() that returns its model and data, or leave --balance out.",
     )

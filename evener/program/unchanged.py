@@ -103,7 +103,7 @@ class _Harmless:
     def end_by(self, error: Exception) -> None:
         """Print the error and stop the timing."""
         fault = f"{type(error).__name__}: {error}"
-        print_line(f"evener: its steps are no longer timed, by a fault of evener's: {fault}")
+        print_line(f"evener: its steps are no longer timed, because of an error in evener: {fault}")
         with suppress(Exception):
             self._stop()
 

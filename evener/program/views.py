@@ -18,7 +18,7 @@ from . import sharded
 
 NO_GROUP = (
     "it trains without a process group, so each process trains on all rows; wrap the model in"
-    " DistributedDataParallel and shuffle by a DistributedSampler, as under torchrun"
+    " DistributedDataParallel and shuffle with a DistributedSampler, as under torchrun"
 )
 FOR_ONE = "it trains without a process group, so it runs once, on its first device alone"
 ONE_PROCESS = "its process group has one process"
@@ -33,7 +33,7 @@ EXCHANGED = (
 )
 FLAGGED = (
     "the program exchanges a flag by {}, as where a rank decides to stop; if that depends on the "
-    "rank's own rows, it may now decide otherwise"
+    "rank's own rows, it may now decide differently"
 )
 EVEN_START = "it ended within its first steps, which have equal shares"
 OTHER_ROWS = (
@@ -42,18 +42,18 @@ OTHER_ROWS = (
     " own launcher"
 )
 PADDED = (
-    "rows are padded to the longest one beside them, and by shares other rows are beside "
-    "them; whether its loss depends"
+    "rows are padded to the longest one beside them, and with unequal shares other rows are "
+    "beside them; whether its loss depends"
     " on that can't be seen"
 )
-ALONE = "not every rank takes its rows from a loader of its own"
-LOCAL = "its ranks step by gradients that they haven't exchanged"
+ALONE = "not every rank takes its rows from its own loader"
+LOCAL = "its ranks take steps with gradients that they haven't exchanged"
 OUTSIDE = (
-    "its optimizer trains what isn't in a DistributedDataParallel, by each rank's own gradients"
+    "its optimizer trains what isn't in a DistributedDataParallel, with each rank's own gradients"
 )
 NO_MODEL = "its model isn't in DistributedDataParallel, FSDP or DeepSpeed"
 TENSOR_PARALLEL = (
-    "its parameters are DTensors of no fully_shard, as tensor parallelism makes them, which has "
+    "its parameters are DTensors that aren't from fully_shard, as in tensor parallelism, which has "
     "several ranks compute one row"
 )
 NO_LOADER = "its rows don't come from a DataLoader"
@@ -67,8 +67,8 @@ SINGLE = (
 )
 WRAPPED_LATER = "it has wrapped another model in the middle of an epoch"
 INTERRUPTED = (
-    "In the middle of an epoch by unequal shares, the program has begun to train another model in a"
-    " loop of its own, and then went on with the epoch.",
+    "In the middle of an epoch with unequal shares, the program has begun to train another model in"
+    " a loop of its own, and then went on with the epoch.",
     "Train the other model before or after the epoch, or start the program with its own launcher.",
 )
 SEVERAL = "its steps take rows of several loaders"
@@ -80,7 +80,7 @@ DIVIDED = (
 )
 NO_NOISE = "--noise measures a mean over rows, and its loss is a sum"
 DIFFERENCES = {  # differences between the views of the ranks, the most serious first
-    "order": "its ranks draw different orders of rows, or batches of other sizes",
+    "order": "its ranks draw different orders of rows, or batches of different sizes",
     "rates": "its ranks step at different rates",
     "numbers": (
         "its ranks compute their losses, or change weights and gradients, with different numbers"

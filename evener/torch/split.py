@@ -50,8 +50,7 @@ def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
     """
     if not training:
         raise RequestError(
-            "Rows of a validation aren't assigned by length, as its batches have one pass on "
-            "each rank.",
+            "Validation rows aren't assigned by length: their batches have one pass on each rank.",
             "Leave lengths out.",
         )
     if rebalancing is not None:
@@ -155,7 +154,7 @@ class Split(PlannedTraining):
         batch = self.weights.current
         if batch is None:
             raise RequestError(
-                "No batch is in hand: split.rows is of the loader's batch.",
+                "There is no current batch: split.rows belongs to the loader's batch.",
                 "Read it inside the loop.",
             )
         return batch.sizes[self.rank]

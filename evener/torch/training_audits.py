@@ -82,20 +82,20 @@ PADDED = (
     "its rows are padded to the longest one beside them, and whether it depends on that can't be"
     " seen: the loop reads lengths from its batch"
 )
-MAY_COUNT = "it has a number that may be its rows, which batch.size(0) says"
+MAY_COUNT = "it uses a number that may be its number of rows, which batch.size(0) returns"
 CANT = "its loss can't be computed again to compare it ({}: {})"
 AHEAD = 2  # maximum number of batches that a loop fetches before it computes the first of them
 LEFT_OUT = (
     "In step {}, {} left out a batch that others learned from: the loss was computed by other"
     " operations than before, and was 0. One device would leave out the whole batch or none of it."
 )
-LEFT_OUT_REMEDY = "Decide by the whole batch, with split.total(value) or split.mean(value)."
+LEFT_OUT_REMEDY = "Decide from the whole batch, with split.total(value) or split.mean(value)."
 NEAR_NUMBERS = 1e-4  # maximum relative difference between equal numbers, from rounding
 OTHER_NUMBERS = (
     "The ranks compute their losses with other numbers: one has {:.6g} where another has {:.6g}"
-    " ({}). Drawn at random, that is as it should be. Noted of earlier rows, such as a running mean"
-    " of losses, a baseline or a multiplier, it makes shares learn something else: note it of the"
-    " whole batch, by split.mean(value)."
+    " ({}). If they are drawn at random, that is fine. If they are kept from earlier rows, such as"
+    " a running mean of losses, a baseline or a multiplier, they make shares learn something else:"
+    " compute them over the whole batch, with split.mean(value)."
 )
 
 

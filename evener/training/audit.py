@@ -416,8 +416,9 @@ CAUSES = {
         "Divide it by the number of rows that the device has.",
     ),
     "size": LikelyCause(
-        "The backward pass goes by the size of a gradient within it, such as a hook that clips the"
-        " gradient of an activation, and a row's is larger where a loss is a mean over fewer rows",
+        "The backward pass depends on the size of a gradient within it, such as a hook that clips"
+        " the gradient of an activation, and a row's is larger where a loss is a mean over fewer"
+        " rows",
         "Compute the loss by split.step, which multiplies it by its weight before the backward"
         " pass, or clip the gradients of weights.",
     ),
@@ -426,16 +427,16 @@ CAUSES = {
         _MEAN,
     ),
     "draws": LikelyCause(
-        "The loss isn't a mean over rows: it is divided by a count that goes by random numbers,"
+        "The loss isn't a mean over rows: it is divided by a count that depends on random numbers,"
         " such as that of the tokens which a mask drawn in the forward pass leaves",
         "Draw the same count in each row, divide by the rows or by an expected count, or train on"
         " one device.",
     ),
     "state": LikelyCause(
-        "Ranks compute other gradients of the same rows with the same weights: the loss uses"
-        " something that each rank has noted of its own rows, such as a running mean, a memory"
+        "Ranks compute different gradients of the same rows with the same weights: the loss uses"
+        " something that each rank keeps from its own rows, such as a running mean, a memory"
         " bank, a baseline or a weight by earlier losses",
-        "Note it of the whole batch: by split.mean(value), split.total(value) or"
+        "Compute it over the whole batch: with split.mean(value), split.total(value) or"
         " split.gather(rows).",
     ),
     "weight": LikelyCause(

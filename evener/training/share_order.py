@@ -43,8 +43,8 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
     other = [str(rank) for rank, info in enumerate(ranks) if info.plan != ranks[0].plan]
     if other:
         raise PlanError(
-            f"Rank {', '.join(other)} trains by another plan, or at another global batch, "
-            f"than rank 0.",
+            f"Rank {', '.join(other)} trains with another plan, or another global batch, than "
+            f"rank 0.",
             "Give every process the same plan file, or the same ratios.",
         )
     for name, value in ranks[0].options.items():

@@ -178,7 +178,7 @@ def test_rows_assigned_by_length_come_once_and_without_most_padding(proofs: Any)
             (case, "The loss counts padding")
             for case in ("unmasked", "weights of rows", "mean over steps")
         ],
-        ("looks ahead", "another output for a row without its padding"),
+        ("looks ahead", "a different output for a row without its padding"),
         ("batch normalization", "Batch normalization counts padding"),
         ("activity", "adds losses of its layers' outputs"),
         ("eager", "eagerly"),

@@ -22,7 +22,7 @@ NO_MEAN, ACROSS = "isn't the mean of its parts' losses", "the other rows"
 GRAPH = "rows can't be computed alone"
 FIGURE = "The metric 'errors' of the same rows"
 METRIC_OF_CALL = "compute_metrics reads a tensor that call has left"
-OTHER_STATE = "is another one after all rows at once"
+OTHER_STATE = "differs between all rows at once"
 SAMPLES = {
     "towers": {
         "loss of attributes: means and sums": EXACT,

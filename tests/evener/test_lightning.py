@@ -111,9 +111,9 @@ def test_a_loop_learns_what_one_process_learns(with_accelerate: Any, name: str) 
 def test_what_a_loop_may_not_do_is_refused_on_every_rank(with_accelerate: Any) -> None:
     ranks = with_accelerate[1]
     for rank in ranks:
-        assert "in tensor parallelism" in rank["parallel"]
+        assert "uses tensor parallelism" in rank["parallel"]
     for rank in ranks[:2]:
-        assert "no batch of split.loader is in hand" in rank["refused"]
+        assert "there is no current batch of split.loader" in rank["refused"]
         assert "different numbers of passes in this batch" in rank["a short batch"]
 
 

@@ -103,7 +103,7 @@ def test_rows_that_depend_on_draws_are_learned_as_by_one_process_that_takes_the_
     ("name", "words"),
     [
         ("manual", "training_step takes the steps of its optimizers itself"),
-        ("LBFGS", "LBFGS goes by the loss of the whole batch"),
+        ("LBFGS", "LBFGS needs the loss of the whole batch"),
         ("a sum", "it is a sum, not a mean over rows"),
         ("no room", "There is no room for the 0.0 GiB of AdamW's state"),
         ("gathered", "the loop communicates with other ranks in a pass"),

@@ -31,7 +31,7 @@ EXACT = (
     "tokens",
 )
 AT_ONCE = {  # cases for a plan without passes, and the message under one with passes
-    "LBFGS": "LBFGS goes by the loss of the whole batch",
+    "LBFGS": "LBFGS needs the loss of the whole batch",
     "split.loss": "split.loss can't be called inside split.parts, or training_step",
     "rows of all ranks": "split.gather can't be called inside split.parts, or training_step",
 }

@@ -99,7 +99,7 @@ def test_devices_of_another_machine_are_taken_in_the_order_of_ranks() -> None:
 
 def test_ranks_with_another_plan_are_named() -> None:
     ranks = [info("GPU-a"), msgspec.structs.replace(info("GPU-b"), plan=7)]
-    with pytest.raises(PlanError, match="Rank 1 trains by another plan"):
+    with pytest.raises(PlanError, match="Rank 1 trains with another plan"):
         check_agreement(ranks)
 
 

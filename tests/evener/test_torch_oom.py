@@ -246,7 +246,7 @@ def test_a_loss_that_waits_for_other_ranks_is_an_error_on_the_rank_that_ran_out(
         "tests.support.torch_collective_programs.train", name, world=2
     )
     expected = (
-        "others than evener sum its gradients"
+        "something other than evener sums its gradients"
         if name == "sharded"
         else "the loop communicates with other ranks in a pass"
     )
@@ -375,4 +375,4 @@ def test_an_optimizer_updates_its_parameters_in_turn_where_temporaries_of_all_fi
     optimizer = torch.optim.AdamW(weights, 0.1, foreach=True)
     check_memory(optimizer, weights)
     assert optimizer.param_groups[0]["foreach"] is kept
-    assert ("updates one parameter after the other" in capsys.readouterr().err) is not kept
+    assert ("updates one parameter at a time" in capsys.readouterr().err) is not kept

@@ -61,7 +61,7 @@ OTHER = [
     ("sums", "a mean beside prepared rows", "for more rows than a rank has now"),
     ("sums", "a center by own rows", "goes into its loss"),
     ("losses", "rows mixed at random", "it isn't a mean over rows"),
-    ("losses", "masked by a random count", "a count that goes by random numbers"),
+    ("losses", "masked by a random count", "a count that depends on random numbers"),
     ("losses", "cut by the program", "where the program cuts its batch itself"),
     ("losses", "negatives in the batch", "it isn't a mean over rows"),
     ("losses", "negatives of all ranks", "exchange rows by all_gather"),
@@ -94,7 +94,7 @@ OTHER = [
     (
         "unlike",
         "rows handed out by one rank",
-        "not every rank takes its rows from a loader of its own",
+        "not every rank takes its rows from its own loader",
     ),
 ]
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -230,7 +230,7 @@ def test_an_incomplete_environment_is_a_one_line_error(
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
-        ({}, "nothing is said of RANK"),
+        ({}, "nothing sets RANK"),
         ({"RANK": "2"}, "no rank 2 among WORLD_SIZE=2"),
         ({"RANK": "1"}, "MASTER_ADDR and MASTER_PORT"),
     ],
@@ -257,7 +257,7 @@ def test_a_validation_inside_a_step_leaves_the_steps_rows_and_weights() -> None:
         for _ in held_out:
             break
         assert split.rows == rows
-    with pytest.raises(RequestError, match="No batch"):
+    with pytest.raises(RequestError, match="no current batch"):
         _ = split.rows
 
 

@@ -73,10 +73,10 @@ def test_a_random_mask_is_right_if_the_loss_is_a_mean_over_rows(
     ("name", "words"),
     [
         ("late moments", "In step 4"),
-        ("own baseline", "Ranks compute other gradients of the same rows"),
+        ("own baseline", "Ranks compute different gradients of the same rows"),
         ("mixed rows", "The batch function (collate_fn)"),
         ("rows split on each rank", "The data sets of the ranks differ"),
-        ("random count", "a count that goes by random numbers"),
+        ("random count", "a count that depends on random numbers"),
     ],
 )
 def test_a_trainer_that_differs_later_is_refused(trainers: Ended, name: str, words: str) -> None:
@@ -90,8 +90,8 @@ def test_a_trainer_that_differs_later_is_refused(trainers: Ended, name: str, wor
         ("late deviation", "In step 7"),
         ("relative, manual", "In step 1"),
         ("rows split on each rank", "The data sets of the ranks differ"),
-        ("random count", "a count that goes by random numbers"),
-        ("random count, manual", "a count that goes by random numbers"),
+        ("random count", "a count that depends on random numbers"),
+        ("random count, manual", "a count that depends on random numbers"),
     ],
 )
 def test_a_module_that_differs_is_refused(modules: Ended, name: str, words: str) -> None:

@@ -22,7 +22,7 @@ def check_ranks(folder: Path, hosts: Sequence[str]) -> None:
     for rank in ranks:
         assert rank["said"][0].startswith("Ranks 0 and 1 and 2 all train on ")
         assert rank["said"][1].startswith(
-            "Rank 1 trains by another plan, or at another global batch, than rank 0."
+            "Rank 1 trains with another plan, or another global batch, than rank 0."
         )
         assert "nowhere.toml" in rank["said"][2], "also where the plan can be read"
         assert rank["losses"] == pytest.approx(losses, abs=1e-12)

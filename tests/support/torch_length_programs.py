@@ -271,7 +271,7 @@ def lengths_that_are_no_numbers(given: Given) -> Weights:
     return []
 
 
-@refused("validation aren't assigned")
+@refused("Validation rows aren't assigned")
 def a_validation_by_length(given: Given) -> Weights:
     cost_split(given.shares).loader(
         Texts(len(given.rows)), lengths=Texts(len(given.rows)).lengths, training=False

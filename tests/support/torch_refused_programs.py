@@ -55,7 +55,7 @@ def losses_weighed_on_one_rank(given: Given) -> Weights:
     return []
 
 
-@refused("by another plan, or at another global batch")
+@refused("with another plan, or another global batch")
 def other_ratios_on_one_rank(given: Given) -> Weights:
     own = given.turned() if os.environ["RANK"] == "1" else given
     own.split()
@@ -102,7 +102,7 @@ def a_loader_that_was_sharded_again(given: Given) -> Weights:
     return weights(model)
 
 
-@refused("no batch of split.loader")
+@refused("no current batch of split.loader")
 def another_loader_in_eval_mode(given: Given) -> Weights:
     """Like training with frozen normalization layers."""
     split = given.split()
@@ -301,7 +301,7 @@ def two_loaders_changed(given: Given) -> Weights:
     return weights(model)
 
 
-@refused("No batch is in hand")
+@refused("There is no current batch")
 def rows_after_the_pass(given: Given) -> Weights:
     split = given.split()
     for _ in split.loader(given.rows):

@@ -209,7 +209,7 @@ def copies_of_weights_that_the_loop_steps(given: Given) -> Weights:
     return weights(model)
 
 
-@refused("tensors that no module has, by gradients of this rank's rows alone")
+@refused("tensors that no module has, with gradients of this rank's rows alone")
 def a_tensor_whose_gradient_is_assigned(given: Given) -> Weights:
     split, log_var = given.split(), tensor(2)
     model = split.wrap(network(CLASSES + 1))
@@ -233,7 +233,7 @@ def a_tensor_of_an_optimizer_that_is_made_late(given: Given) -> Weights:
     return ended(model, log_var)
 
 
-@refused("begins with other values on other ranks")
+@refused("begins with different values on different ranks")
 def a_tensor_that_each_rank_draws(given: Given) -> Weights:
     split = given.split()
     drawn = torch.randn(2, generator=torch.Generator().manual_seed(split.rank)).double()

@@ -178,7 +178,7 @@ def test_a_loss_that_transformers_multiplies_by_the_processes_stays_so(train: Ra
         assert difference(found[name]["weights"], evenly[name]["weights"]) <= 1e-12
         assert found[name]["logged"] == pytest.approx(evenly[name]["logged"], rel=1e-6)
     assert found["said"].count("3+1 = 4 rows a step, with Trainer") == 2
-    assert "its loss is 2 times the mean, as by its own launcher" in found["said"]
+    assert "its loss is 2 times the mean, as with its own launcher" in found["said"]
     assert found["said"].count("a mean over a rank's own labels") == 1
 
 

@@ -369,7 +369,7 @@ def _print_demo(ascii_only: bool) -> None:
     with contextlib.closing(Session(open_run(Request(devices=PAIR)))) as session:
         finished = print_events(session.events())
     assert finished is not None
-    print("\nA training by this plan; after 10 s SIM:0 gets hot and loses 30 % of its speed.")
+    print("\nA training with this plan; after 10 s SIM:0 gets hot and loses 30 % of its speed.")
     seconds = 0
     cards = TrainingSource(lambda: float(seconds))
     cards.train(finished.plan)

@@ -529,8 +529,7 @@ class LossRecord:
         if abs(again - first) <= near * max(abs(first), 1e-30):
             return ""
         return (
-            f"its loss of the same rows is another when it is computed again: {first:.6g}, "
-            f"then {again:.6g}"
+            f"its loss changes when the same rows are computed again: {first:.6g}, then {again:.6g}"
         )
 
     def _compute_again(self) -> float:

@@ -30,10 +30,10 @@ from .row_numbers import find_random_count
 
 REENTRANT = "use_reentrant=True"  # identifies PyTorch's error for reentrant checkpoints
 # why a gradient can't be compared, as a part of a message
-UNREPEATABLE = "the same rows give another one each time that they are computed"
+UNREPEATABLE = "the same rows give a different one each time that they are computed"
 DRAWN = (
-    "it goes by random numbers of Python or NumPy that are drawn for each row, and are other ones"
-    " in a part; torch's would do"
+    "it depends on random numbers of Python or NumPy that are drawn for each row and differ in a"
+    " part; torch's would work"
 )
 NEAR = 1e-5  # relative difference of two losses that are equal except for rounding
 

@@ -77,9 +77,9 @@ def _check_set(world: int, *names: str) -> None:
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
         raise PlanError(
-            f"WORLD_SIZE says that {world} processes take part, but nothing is said of "
+            f"WORLD_SIZE says that {world} processes take part, but nothing sets "
             f"{' and '.join(missing)}.",
-            "Start the script with torchrun, or set what it would.",
+            "Start the script with torchrun, or set what torchrun would.",
         )
 
 

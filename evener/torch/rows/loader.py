@@ -204,7 +204,8 @@ class Loader:
             and len(sampler.shares) > 1
         ):
             warnings.warn(
-                "update_bn takes statistics of this rank's rows: give it a DataLoader of all.",
+                "update_bn takes statistics of this rank's rows only: give it a DataLoader "
+                "of all rows.",
                 stacklevel=2,
             )
         origin = Epoch(self._training, sampler.rows_of_odd_tail(), sampler.is_by_length)

@@ -308,7 +308,7 @@ def save(
     writer.run(lambda: writer.close(rest))
     if has_adapters:
         writer.run(lambda: export_adapters(Path(folder), model, exported))
-    _agree(writer.fault, "Free some space, or name another folder: the old checkpoint is whole.")
+    _agree(writer.fault, "Free some space, or name another folder: the old checkpoint is intact.")
 
 
 class _Writer:
@@ -461,7 +461,10 @@ def _load(
             pieces[name].copy_(tensor)
         reader.read_buffers(model)
     state = {} if optimizer is None else _read_optimizer(reader, sharded, optimizer, own)
-    _agree(reader.fault, "Load another checkpoint: the model has a part of this one.")
+    _agree(
+        reader.fault,
+        "Load another checkpoint: a part of this one is loaded into the model already.",
+    )
     if optimizer is not None:
         optimizer.load_state_dict(state)
         sharded.note_state(optimizer)

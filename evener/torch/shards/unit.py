@@ -158,7 +158,7 @@ def _check_kind(name: str, tensor: Any) -> None:
         raise RequestError(
             f"The parameter {name} is a {type(tensor).__name__}, which can't be cut into shards.",
             "Shard a model of plain parameters, or of bitsandbytes' 4-bit layers: no other "
-            "quantized parameters, nor lazy ones, nor such as are sharded already.",
+            "quantized parameters, nor lazy ones, nor ones that are sharded already.",
         )
 
 

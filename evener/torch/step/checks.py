@@ -173,7 +173,7 @@ def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
             group["foreach"] = False
             print_line(
                 f"evener: memory is short, so {type(optimizer).__name__} updates one "
-                f"parameter after the other."
+                f"parameter at a time."
             )
 
 
@@ -224,7 +224,7 @@ def _check_detected(exchanges: list[Exchange]) -> None:
     if any(exchange.waits for exchange in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "
-            "over the ranks: they came by torch.autograd.grad or torch.func, or from a loss that "
+            "over the ranks: they came from torch.autograd.grad or torch.func, or from a loss that "
             "isn't computed from what the model returns.",
             "Call backward() on a loss of what the model returns, and return auxiliary losses "
             "with it.",

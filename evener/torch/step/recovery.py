@@ -127,7 +127,7 @@ class Recovery:
         self.uses_collectives = False  # True if the loop communicates with other ranks in a pass
         # why a pass can't be undone if evener doesn't sum its gradients, and the remedy
         self.final = (
-            "others than evener sum its gradients, as FSDP does",
+            "something other than evener sums its gradients, such as FSDP",
             "Make a plan with smaller passes: evener balance --micro.",
         )
         self.advice = (  # printed after the loop's error

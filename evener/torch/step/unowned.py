@@ -64,8 +64,8 @@ class UnownedTensors:
         unknown = [each for each in unowned if not self._has_summed(each)]
         if unknown and not self._are_alike([each.grad for each in unknown]):
             raise RequestError(
-                f"The optimizer trains {len(unknown)} tensors that no module has, by gradients of "
-                f"this rank's rows alone.",
+                f"The optimizer trains {len(unknown)} tensors that no module has, with gradients "
+                f"of this rank's rows alone.",
                 "Make it before the loop over split.loader begins, and call backward(), which fills"
                 " their gradients; or have them in the model that split.wrap wraps, as"
                 " nn.Parameter.",
@@ -224,8 +224,8 @@ class TensorGroup:
             same = is_equal_everywhere(crc32(repr(values).encode()), self._unowned.device)
         if not same:
             raise RequestError(
-                "A tensor that an optimizer trains and no module has begins with other values on "
-                "other ranks.",
+                "A tensor that an optimizer trains and no module has begins with different values "
+                "on different ranks.",
                 "Draw it after the same torch.manual_seed on every rank, or have it in the model"
                 " that split.wrap wraps, as nn.Parameter.",
             )

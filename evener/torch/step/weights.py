@@ -238,7 +238,7 @@ class BatchWeights(BatchTracker):
         for other in self._exchanges:
             if other.noise is not None and own.isdisjoint(map(id, other.parameters)):
                 raise RequestError(
-                    "Two models are trained, and a noise scale is of one.",
+                    "Two models are trained, and a noise scale is measured for one only.",
                     "Leave noise out, or wrap one model.",
                 )
             other.noise = None
@@ -377,7 +377,7 @@ class BatchWeights(BatchTracker):
             raise RequestError(
                 f"split.{name} can't be called inside split.parts, or training_step where "
                 f"shares take several passes:"
-                " it is of a whole batch, and ranks wait for each other in it.",
+                " it applies to a whole batch, and ranks wait for each other in it.",
                 "Call it after the last part; part.backward(loss) weighs a loss, count= (of "
                 "split.parts or"
                 " split.strategy) a mean that isn't over rows.",
@@ -434,7 +434,7 @@ class BatchWeights(BatchTracker):
         batch = self.find(data, training, match)
         if batch is None:
             raise RequestError(
-                "The model computes gradients, but no batch of split.loader is in hand to "
+                "The model computes gradients, but there is no current batch of split.loader to "
                 "weigh them by.",
                 (
                     "Take batches from split.loader(...), or say split.begin(rows of each rank) "

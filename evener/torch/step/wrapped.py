@@ -309,7 +309,7 @@ def check_exchange(model: Any) -> None:
         type(parameter.data).__name__ == "DTensor" for parameter in model.parameters()
     ):
         raise RequestError(
-            "The model is in tensor parallelism, which puts several ranks on one row.",
+            "The model uses tensor parallelism, which puts several ranks on one row.",
             "Use DistributedDataParallel, or FSDP2 (fully_shard) with Split(..., weigh='loss').",
         )
 
@@ -373,8 +373,8 @@ def _warn_of_single_rows(rows: Sequence[int]) -> None:
     """Warn if a pass has only one row, because BatchNorm needs several for its statistics."""
     if min(rows, default=2) < 2:
         warnings.warn(
-            "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, "
-            "also with drop_last=True:"
+            "Each batch has a pass of a single row, and BatchNorm1d can't take statistics of "
+            "one row, also with drop_last=True:"
             " take another global batch (Split(plan, global_batch=N)), GroupNorm or LayerNorm.",
             stacklevel=4,
         )
@@ -386,7 +386,7 @@ def _warn_of_own_rows(kind: str) -> None:
         f"depends on the split; "
         "SyncBatchNorm (on GPUs), GroupNorm or LayerNorm don't. A short last batch can "
         "leave a device a single "
-        "row, of which PyTorch takes no statistics: use drop_last=True.",
+        "row, and PyTorch can't take statistics of one row: use drop_last=True.",
         stacklevel=4,
     )
 

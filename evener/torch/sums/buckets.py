@@ -76,7 +76,7 @@ class Bucket:
         if self._views[0]._version != self._version:
             raise RequestError(
                 "A parameter got a second gradient in one backward pass, unlike in the first: "
-                "its sum is on its way.",
+                "its sum has already begun.",
                 "Use torch.utils.checkpoint with use_reentrant=False.",
             )
 

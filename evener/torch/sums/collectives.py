@@ -67,8 +67,8 @@ class CollectiveError(RequestError):
 
 
 USES_COLLECTIVES = (
-    "its ranks exchange values while its loss is computed, and by shares they would be those of"
-    " different numbers of rows"
+    "its ranks exchange values while its loss is computed, and with unequal shares they would come"
+    " from different numbers of rows"
 )
 COLLECTIVES_REMEDY = (
     "Exchange what is only logged after the step, or train it with its own launcher."

@@ -249,7 +249,8 @@ class Exchange:
                 # the hidden task was a checkpoint's inner backward pass
                 raise RequestError(
                     "The model's output is an object that hides its tensors, and a part of it "
-                    "is in a reentrant checkpoint: nobody sees where its backward pass begins.",
+                    "is in a reentrant checkpoint: evener can't see where its backward pass "
+                    "begins.",
                     "Return a tensor, tuple or dict, or use torch.utils.checkpoint with "
                     "use_reentrant=False.",
                 )
