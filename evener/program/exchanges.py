@@ -287,7 +287,7 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """Return whether the call adds up or gathers sums over rows, from all ranks.
+    """Return whether the call adds up or gathers the ranks' sums over rows.
 
     Each value in the call has to be a sum over the rows of this rank's batch.
     """

@@ -202,7 +202,7 @@ class Guard(Recorder):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the guard is repeating recorded calls, so that hooks should ignore them."""
+        """Whether the guard is repeating recorded calls; hooks should ignore these calls."""
         return self._busy
 
     def save_scalar(self, tensor: torch.Tensor) -> None:
@@ -376,7 +376,7 @@ class Guard(Recorder):
         return record
 
     def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Together with all ranks, compare a few rows' loss as one batch and in unequal parts.
+        """Together with all ranks, compare the loss of a few rows as a batch and in unequal parts.
 
         Every rank has to call this. Returns the first rank's error message, or "" if there is none.
         """
@@ -511,7 +511,7 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """Whether losses are sums and the script scales gradients by what may be its row count."""
+        """Whether losses are sums, and the script scales gradients by what may be a row count."""
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:

@@ -147,7 +147,7 @@ class Loop:
 
     @property
     def batch_maker(self) -> str:
-        """Class name of a batch sampler from outside PyTorch and accelerate; "" if there's none."""
+        """Class name of a batch sampler not from PyTorch or accelerate; "" if there is none."""
         return name_own_sampler(self.shared_batches.script_sampler)
 
     def follow(self, training: Any) -> None:
@@ -263,9 +263,9 @@ class SharedBatches:
         """Yield this rank's share of each global batch.
 
         If rows can't be divided, yield the rank's own batches instead. `drawn` iterates over the
-        batches of the script's own sampler. `resumes` is True if it starts in the middle of an
-        epoch. Raises RequestError if a later batch from the script's sampler isn't the one that was
-        predicted at the start of the epoch.
+        batches of the script's own sampler. `resumes` is True if that sampler starts in the middle
+        of an epoch. Raises RequestError if a later batch from the script's sampler isn't the one
+        that was predicted at the start of the epoch.
         """
         # The script's sampler is advanced with each batch: a loop may leave an epoch early, and the
         # rows of the next epoch may depend on how far the sampler got.

@@ -839,9 +839,9 @@ class Program:
 
     @contextmanager
     def left_unchanged(self) -> Iterator[None]:
-        """Context manager in which these hooks ignore training.
+        """Context manager in which the hooks of this class ignore training.
 
-        It is used around training that the hooks of another library handle.
+        It is used where other hooks handle the training, such as those for a library's trainer.
         """
         self._others += 1
         try:

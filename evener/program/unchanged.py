@@ -2,9 +2,9 @@
 
 Such a script trains in a single process, or in several processes with equal shares.
 `evener.program.install` calls these functions when a DataLoader yields a batch, in backward passes,
-and when an optimizer steps. A step usually begins with a batch of a DataLoader. If the script's
-rows come from no DataLoader, a step is the time between two updates of the same optimizer, and its
-rows are unknown.
+and when an optimizer steps. A step usually begins with a batch of a DataLoader. If rows don't
+come from a DataLoader, a step is the time between two updates of the same optimizer, and its rows
+are unknown.
 """
 
 from __future__ import annotations
@@ -305,9 +305,10 @@ class UnchangedTraining:
             timer.note_pass_alone()
 
     def save(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Hook of `torch.save` that times the writing of files if the script uses no DataLoader.
+        """Hook of `torch.save` that times the writing of files.
 
-        With a DataLoader, the timer itself notices files that are written between steps.
+        This is only needed if rows don't come from a DataLoader. With one, the timer itself notices
+        files that are written between steps.
         """
         if self._timer is None or not self._is_without_loader or not self._is_own_thread:
             return wrapped(*arguments, **keywords)

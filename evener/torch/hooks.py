@@ -101,7 +101,7 @@ class Replacement:
 
 
 def _is_calling() -> bool:
-    """Return whether PyTorch is running hooks in any thread, so that none may be removed now."""
+    """Return whether PyTorch is running hooks in any thread; then none may be removed."""
     return any(code.co_filename in _CALLERS for code in _running_code())
 
 

@@ -281,7 +281,7 @@ def count_collectives() -> dict[str, int]:
 def broadcast_each(
     tensors: Sequence[torch.Tensor], group: Any, most_bytes: int, source: int = 0
 ) -> None:
-    """Broadcast tensors from rank `source` of a group; all tensors are on one device.
+    """Broadcast tensors, which are all on one device, from rank `source` of a group.
 
     A `group` of None is the default group. Each collective sends up to `most_bytes` bytes.
     """

@@ -245,8 +245,8 @@ class Rebalancing:
     def _adapt_timing(self, step_s: float, bottleneck: str) -> None:
         """Adapt the length of measurement windows to `step_s`, and how many steps are timed.
 
-        `step_s` is the duration of a step, and `bottleneck` is what limits it. If that is the host,
-        fewer steps are timed.
+        `step_s` is the duration of a step, and `bottleneck` is what limits it. With FSDP or
+        DeepSpeed, fewer steps are timed if the host is the bottleneck.
         """
         steps = WINDOW_SECONDS / max(step_s, 1e-6)
         self._window_steps = int(min(max(FEWEST_STEPS, steps), MOST_STEPS))

@@ -116,7 +116,7 @@ class RankVerdict(msgspec.Struct):
 
 
 class TrainingAudits:
-    """Checks in some steps of a training run that unequal shares give the correct gradient.
+    """Checks from time to time in a training run that unequal shares give the correct gradient.
 
     An audit computes a few rows again, as one batch and in parts. `training` is the
     PlannedTraining. Ranks compare their results, so all of them have to call the same methods in

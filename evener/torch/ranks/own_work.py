@@ -227,7 +227,7 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """Counts and durations for the batches since the last timed one; they have no time stamps."""
+    """Counts and durations of the batches since the last timed one, which have no time stamps."""
 
     # only their time for files and validation is measured, by the host
 

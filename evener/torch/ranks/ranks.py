@@ -323,7 +323,7 @@ class RankShares(msgspec.Struct, frozen=True):
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     """Return the plan, which is given as an object or a path.
 
-    For None, it is the plan of `evener launch`, or None if there is none.
+    If `plan` is None, return the plan of `evener launch`; without one, return None.
     """
     if isinstance(plan, Plan):
         return plan

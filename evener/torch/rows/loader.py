@@ -38,8 +38,8 @@ class Epoch:
     Arguments:
 
     - `training`: False in an evaluation loop.
-    - `tail`: row count of a last batch that weights ranks differently from the others, or None (see
-      `UnevenBatchSampler.rows_of_odd_tail`).
+    - `tail`: row count of a last batch that is divided in other proportions than the others, or
+      None (see `UnevenBatchSampler.rows_of_odd_tail`).
     - `by_length`: whether rows are assigned by length.
     """
 
@@ -61,7 +61,7 @@ class Epoch:
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """Return whether the loop has ended while its last batch may still be computed.
+        """Return whether the loop has ended although its last batch may not have been computed yet.
 
         The result is False if the batch no longer exists.
         """

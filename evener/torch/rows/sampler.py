@@ -308,11 +308,10 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the last batch's row count if it isn't divided in the usual proportions.
+        """Return the last batch's row count if it is divided in other proportions than the others.
 
-        The result is None if the last batch is divided in the same proportions as the others. If
-        the proportions may differ in every step, the result is an object that equals no other
-        object.
+        The result is None if the proportions are the same. If they may differ in every step, the
+        result is an object that equals no other object.
         """
         if self.changes or self.is_by_length:
             # equals no other object, because each step may weight ranks differently
