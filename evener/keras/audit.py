@@ -716,7 +716,7 @@ class StepAudit:
                 self._warned.add(name)
                 warn(
                     f"The metric {name!r} of the same rows is {one:.6g} on one device and"
-                    f" {other:.6g} by shares; what is learned is the same. Give a metric the"
+                    f" {other:.6g} with shares; what is learned is the same. Give a metric the"
                     f" rows, not their mean."
                 )
 
@@ -964,7 +964,7 @@ class StepAudit:
             )
         if why not in self._warned:
             self._warned.add(why)
-            warn(f"Gradients by shares aren't audited for {self._model.name}: {why}.")
+            warn(f"Gradients with shares aren't audited for {self._model.name}: {why}.")
 
 
 def _is_finite(gradients: Sketch) -> bool:

@@ -263,7 +263,7 @@ def _by(limit: TrainingLimit) -> str:
     if not limit.by:
         return ""
     if limit.kind == LimitKind.HOST_STARVED:
-        return f" ({plain(limit.by, 120)} used them)"
+        return f" (taken by {plain(limit.by, 120)})"
     if limit.kind == LimitKind.UNEQUAL:
         return f", {limit.by}"
     return f" on {limit.by}"

@@ -342,7 +342,7 @@ def _format_limit(
     if limit.kind == LimitKind.EXCHANGE:
         return f"The exchange of gradients takes {took} that computing doesn't hide"
     if limit.kind == LimitKind.HOST_STARVED:
-        by = f"; others use the cores: {plain(limit.by, 120)}" if limit.by else ""
+        by = f"; taken by: {plain(limit.by, 120)}" if limit.by else ""
         return f"Threads wait for cores {percent(limit.share)} of the time{by}"
     if limit.kind == LimitKind.HOST_LAUNCHES:
         return f"The GPU waits for the host that starts kernels, in {took} of own work"
