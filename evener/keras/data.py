@@ -392,7 +392,8 @@ def _apply_class_weight(
             "class_weight needs one label for each sample.", "Give sample_weight instead."
         )
     table = np.vectorize(lambda label: float(class_weight.get(int(label), 1.0)), otypes=[float])
-    return table(labels[:, 0]).astype(keras.config.floatx())
+    # as in Keras, a label such as 0.9999999, the result of a division, is the nearest class
+    return table(np.round(labels[:, 0])).astype(keras.config.floatx())
 
 
 def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:

@@ -46,6 +46,7 @@ SAMPLES = {
         "sum": EXACT,
         "a value per row, weighted": EXACT,
         "a value per row, two heads": EXACT,
+        "mse, class_weight of divided labels": EXACT,
         "rmse": NO_MEAN,
         "state: steps": EXACT,
         "loss of attributes: means and sums": NO_MEAN,

@@ -251,6 +251,9 @@ def loss_programs() -> dict[str, Made]:
         "crossentropy, class_weight": dense(
             kinds, KINDS, **soft, class_weight={0: 0.5, 1: 4.0, 2: 1.0}
         ),
+        "mse, class_weight of divided labels": dense(
+            "mse", KINDS[:, None] * (1 - 1e-9), class_weight={0: 0.5, 1: 4.0, 2: 1.0}
+        ),
         "mse, sample_weight": dense("mse", VALUES, sample_weight=WEIGHTS, weighted_metrics=["mae"]),
         "Huber": dense(losses.Huber(0.3), VALUES),
         "Poisson": dense("poisson", KINDS[:, None], last="exponential"),
