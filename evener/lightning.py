@@ -151,8 +151,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
         """Turn off shuffling if the trainer's option `overfit_batches` is set, as Lightning does.
 
-        The loader calls this when an iteration begins. An order that the user has given for the
-        rows is kept.
+        The loader calls this when an iteration begins. If the user has given an order for the rows,
+        nothing changes.
         """
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             rows.shuffle = False  # as Lightning does with its own loaders
@@ -179,9 +179,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.sum_by_shares()
 
     def prepare_metrics(self) -> None:
-        """Create the object that averages metrics over passes, and set the check of smaller passes.
+        """Create the object that averages metrics over passes, and prepare retries of passes.
 
-        The check is made when memory runs out, before the failed pass is divided.
+        If a pass runs out of memory, `check_module_part` is called before the pass is divided. It
+        raises RequestError if smaller passes would change the gradient.
         """
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer

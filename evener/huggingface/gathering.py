@@ -195,8 +195,8 @@ class Gathering:
     def _join_earlier_passes(self, call: int, gathered: Any, is_scalar: bool) -> Any:
         """Concatenate a gathered value with the values from the batch's earlier passes.
 
-        `call` is the number of earlier `gather` calls in the pass. Values whose shapes don't match
-        are returned alone.
+        `call` is the number of earlier `gather` calls in the pass. If the shapes don't match, only
+        the value of this pass is returned.
         """
         if call == len(self._earlier):
             self._earlier.append([])
@@ -284,7 +284,7 @@ def share_evaluation(trainer: Any, make_loader: Callable[[], Any], gathering: Ga
 
 
 def make_undivided(trainer: Any, make_loader: Callable[[], Any]) -> Any:
-    """Call `make_loader`, and return the loader before accelerate divides its rows among ranks."""
+    """Return the loader that `make_loader` creates, but keep accelerate from dividing its rows."""
     with replaced(trainer.accelerator, "prepare", lambda loader: loader):
         return make_loader()
 

@@ -241,7 +241,7 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the means among `names` that fit the loss, such as "rows" and "labels".
+        """Return those of the means in `names`, such as "rows" and "labels", that fit the loss.
 
         A mean fits if the parts' gradients, weighted accordingly, add up to `reference`, the
         gradient of all rows. `multiplied` is the factor that the Trainer multiplies its loss by. If
@@ -392,11 +392,13 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, is_sharded_model: bool
 ) -> TrainerLoss | None:
-    """Call `find` on every rank, and return what the loss is a mean over.
+    """Find out on every rank what the loss is a mean over, and return the first rank's result.
 
-    All ranks return the result of the first rank that has one, or None if no rank has a result. A
-    RequestError on any rank is raised on every rank; with `keeps_launcher`, so is any other error,
-    unless memory ran out. Every rank has to call this.
+    `find` does this on one rank. If it returns None or fails, the next rank's result is used; the
+    result is None if no rank has one. A RequestError on any rank is raised on every rank. Other
+    errors only lead to a warning; with `keeps_launcher`, they raise RequestError on every rank,
+    unless memory ran out. For a sharded model, running out of memory raises DeviceError. Every rank
+    has to call this.
     """
     # Another error means that memory ran out, or that the script has an error, which its first step
     # will raise again.

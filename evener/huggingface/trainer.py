@@ -287,11 +287,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _find_loss(self, accepts_ignored: bool, checked_rows: int = 0) -> TrainerLoss:
-        """Return what the loss is a mean over: measured or, if checks are off, assumed.
+        """Find out what the loss is a mean over, or assume what the Trainer's settings say.
 
-        If `accepts_ignored` is True, the loss supports ignored labels. `checked_rows` is the number
-        of rows to check if a single process is about to use smaller passes for the first time, and
-        otherwise 0.
+        The settings are trusted if checks are off, or if one process computes each batch in one
+        pass and `checked_rows` is 0. `accepts_ignored` says that the loss supports ignored labels.
+        `checked_rows` is the number of rows to check if a single process is about to use smaller
+        passes for the first time, and otherwise 0.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not checked_rows):

@@ -404,8 +404,9 @@ class StepAudit:
     ) -> tuple[Finding | None, Tensors]:
         """Check whether the loss of some rows can be computed without the batch's other rows.
 
-        Returns a finding if it can't, else None, and the rows on which to compare the steps. They
-        are `rows`, or the whole `batch` if Keras' own step fails on fewer rows.
+        Returns a pair. The first item is a finding if the loss can't be computed, else None. The
+        second has the rows on which to compare the steps: `rows`, or the whole `batch` if Keras'
+        own step fails on fewer rows.
         """
         self._fails = False
         count, whole = int(count_rows(rows)), self._count_batch(batch)
@@ -661,9 +662,9 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return values to set for the random generators, so that both steps draw the same numbers.
+        """Return states for the random generators, so that both steps draw the same numbers.
 
-        The dict is by the keys of the generators' variables.
+        The dict is indexed by the keys of the generators' variables.
         """
         seeds = [variable for variable in self._model.non_trainable_variables if is_seed(variable)]
         return {
@@ -823,9 +824,10 @@ class StepAudit:
     def _try_shifted(
         plain: TracedStep, rows: Tensors, line: str, offsets: Sequence[Any]
     ) -> StepResult | None:
-        """Run the step with changed comparisons in the user's code; return None if it fails.
+        """Run the step with offsets that change comparisons in the user's code.
 
-        `offsets` are added to the left sides of the comparisons in `line`, a line of the code.
+        Returns None if it fails. `line` is the line of code with the comparisons. Each offset is
+        added to the left side of one of them.
         """
         try:
             return plain.run_shifted(rows, line, offsets)

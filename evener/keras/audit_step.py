@@ -121,9 +121,10 @@ class TracedStep:
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
 
     def run_shifted(self, data: Tensors, line: str, offsets: Sequence[Any]) -> StepResult:
-        """Run the step with changed comparisons in the user's code.
+        """Run the step with offsets that change comparisons in the user's code.
 
-        `offsets` are added to the left sides of the comparisons in `line`, a line of the code.
+        `line` is the line of code with the comparisons. Each offset is added to the left side of
+        one of them.
         """
         assert self._shifts is not None
         self._shifts.assign(line, offsets)
@@ -299,7 +300,10 @@ class PlainSteps:
 
 
 def _call_without_loss(model: Any, training: bool, data: Tensors) -> dict[str, Any]:
-    """Call the model as a step does, and pass its outputs to a loss that computes nothing."""
+    """Call the model as a step does, but compute no loss.
+
+    The outputs are passed to the model's loss method, which `TracedStep` replaces to record them.
+    """
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     # a `TracedStep` picks the outputs up there
     model._compute_loss(y_pred=call_model(model, x, training))
@@ -559,8 +563,8 @@ def _without_graph_optimization() -> Iterator[None]:
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Context manager that restores attributes of the model, its layers and its loss at the end.
 
-    Tensors and plain values are restored. Yields a dict, which is empty at first. At the end, it
-    gets the changed plain values, by name, as they were before they were restored.
+    Tensors and plain values are restored. Yields a dict, which is empty at first. When the context
+    ends, the plain values that had changed are put in it by name, as they were before the restore.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

@@ -113,7 +113,8 @@ def check_workers(model: Any) -> None:
 def check_passes(model: Any, rows: int) -> None:
     """Raise RequestError if the model can't train in gradient-accumulation passes.
 
-    A warning about batch normalization mentions `rows`, the row count of the largest pass.
+    Also warn if batch normalization will see only the rows of one pass. `rows` is the row count of
+    the largest pass, for this warning.
     """
     check_compiled(model)
     if model.run_eagerly:
@@ -130,9 +131,9 @@ def check_passes(model: Any, rows: int) -> None:
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
-    """Raise RequestError if a model's call has assigned trainable weights.
+    """Raise RequestError if a call of the model has assigned trainable weights.
 
-    `weights` are the trainable weights that it has assigned, if any.
+    `weights` lists the trainable weights that the call has assigned; it is empty if there are none.
     """
     # such an assignment would be lost, because each device has its own copy of the weights
     if weights:

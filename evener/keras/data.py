@@ -95,9 +95,9 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
-    """Return each device's inputs, cut to the length of its longest row, with its row count.
+    """Return a pair for each device: its inputs, and their row count without filler rows.
 
-    Filler rows don't count.
+    The inputs are trimmed to the length of the device's longest row.
     """
     with tf.device("CPU:0"):
         edges, longest = tf.unstack(assigned.edges), tf.unstack(assigned.longest)

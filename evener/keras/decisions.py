@@ -34,9 +34,9 @@ Margins = dict[str, list[Any]]
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
     """Yield the comparisons in the user's code whose results have a fixed shape.
 
-    Comparisons with a result for each row are left out, because a part of a batch decides them as
-    the whole batch does. Each is yielded as a pair: its line of code, and its operation in the
-    graph.
+    Results with more than 4096 elements are left out, and so are comparisons with a result for each
+    row, because a row has the same result in a part of a batch as in the whole batch. Each item is
+    a pair: the comparison's line of code, and its operation in the graph.
     """
     # Parts of a batch decide comparisons with one result per row as the whole batch does.
     for operation in graph.get_operations():
@@ -74,7 +74,7 @@ def read_margin(operation: Any) -> Any:
 
 
 class Shifts:
-    """Changes the results of comparisons in a traced step by adding offsets to their left sides."""
+    """Adds offsets to the left sides of comparisons in a traced step, to change their results."""
 
     def __init__(self) -> None:
         self._offsets: dict[str, list[Any]] = {}
@@ -95,7 +95,10 @@ class Shifts:
         operation._update_input(0, left + offset)
 
     def assign(self, line: str, offsets: Sequence[Any]) -> None:
-        """Set the offsets for the comparisons in `line`, a line of the user's code."""
+        """Set the offsets, one for each comparison in `line`, a line of the user's code.
+
+        Each offset is added to the left side of its comparison.
+        """
         pairs = zip(self._offsets[line], offsets, strict=True)
         self._offsets[line] = [offset.astype(before.dtype) for before, offset in pairs]
 

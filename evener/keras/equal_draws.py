@@ -1,4 +1,4 @@
-"""Makes dropout and other random layers draw equal numbers, so that two steps can be compared."""
+"""Makes random layers, such as dropout, draw the same numbers in two steps to be compared."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _normalize_by_averages(layer: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _replace_random_functions() -> None:
-    """Replace random functions of Keras and TensorFlow with versions that can draw equal numbers.
+    """Replace random functions of Keras and TensorFlow with versions that can repeat their numbers.
 
     This happens once per process. Outside of the context managers in this module, the functions
     work as before.

@@ -292,9 +292,9 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other_data(rank: int) -> None:
-    """Raise RequestError, which says that process `rank` has different data from process 0.
+    """Raise RequestError with the message that process `rank` has different data from process 0.
 
-    Do nothing if `rank` is 0, which means that no process has different data.
+    Do nothing if `rank` is 0, which means that all processes have the same data.
     """
     if rank:
         raise RequestError(

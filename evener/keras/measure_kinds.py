@@ -136,10 +136,11 @@ def measure_batch(
 
 
 def _warn_of_joined_lookups(names: Sequence[str]) -> None:
-    """Warn about tables that several sparse lookups read, which Adam would train differently.
+    """Warn about embedding tables that several sparse lookups read.
 
-    With several devices, Adam and other optimizers that square gradients get other slices of the
-    gradient than with one device. `names` are the tables; the warning names the first.
+    Adam and other optimizers that square gradients would train them differently on several devices
+    than on one, because the gradient has other slices. `names` are the tables; the warning names
+    the first.
     """
     if names:
         warn(
@@ -166,10 +167,10 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 def measure(
     model: Any, step: TracedStep, data: Tensors, training: bool, needs_loss: bool
 ) -> PartKinds:
-    """Run a step on up to 8 rows and on two parts of them; return how parts' results combine.
+    """Run a step on up to 8 rows and on two parts of them, and return how to combine such results.
 
-    If `needs_loss` is False, the engine computes the loss on whole batches, so its kind isn't
-    measured.
+    If `needs_loss` is False, the kind of the compiled loss isn't measured, because the engine
+    computes this loss on whole batches.
     """
     if int(count_rows(data)) < 2:
         data = tf.nest.map_structure(_add_row, data)
@@ -234,18 +235,19 @@ class Measured(NamedTuple):
         return list(zip(*values, strict=True))
 
     def _replace_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return other values for variables that are 0, and each run's (x, y, weight).
+        """Return nonzero values for variables that are 0, and the unchanged batches of all runs.
 
-        A variable that is 0 may hide a loss, so the step is run again with these values. They are
-        in a dict by the variables' keys. The rows are the same as before.
+        A variable that is 0 may hide a loss, so the step is run again with these values. The values
+        are a dict, indexed by the variables' keys. A batch is (x, y, weight).
         """
         return replace_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return noisy weights, and each run's (x, y, weight) with negated inputs.
+        """Return noisy values for the weights, and the batches of all runs with negated inputs.
 
-        The step is run again with these if a loss is 0 in all runs so far. The weights are in a
-        dict by the variables' keys, together with the values from `_replace_zeros`.
+        If a loss is 0 in all runs so far, the step is run again with these. The values are a dict,
+        indexed by the variables' keys, and include those from `_replace_zeros`. A batch is (x, y,
+        weight).
         """
         values, _ = self._replace_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
@@ -288,10 +290,11 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return the rules for combining tensors that the model's call stores in attributes.
+        """Return how to combine the tensors that the model's call stores in attributes.
 
-        Each rule says how the tensor's values from the parts of a batch are combined, and is found
-        by the tensor's name. A tensor is left out if its shape depends on the number of rows.
+        The dict has a rule for each tensor, indexed by the tensor's name. The rule says how to
+        combine the values that the parts of a batch give. A tensor is left out if its shape depends
+        on the number of rows.
         """
         whole, *parts = [
             result.call.attributes for result in self.results if result.call is not None
@@ -373,7 +376,7 @@ class Measured(NamedTuple):
 
 
 def _find_state_rule(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return the rule that combines a variable's values from the parts into its value for all rows.
+    """Return the rule by which a variable's values after two parts give its value after all rows.
 
     `start` is the value before the step. `whole` is the value after a step on all rows, and `parts`
     are the values after a step on each part, with `sizes` rows. The result is "" if no rule fits.

@@ -270,9 +270,10 @@ class Workers:
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run the steps of one call of Keras' train or test function separately.
+        """Run the steps of one call of Keras' train or test function one at a time.
 
-        Returns the logs of the last step. Raises StopIteration if there is no batch left.
+        Keras would run them as a loop in one graph. Returns the logs of the last step. Raises
+        StopIteration if there is no batch left.
         """
         # Keras would run the steps as a loop in one graph, whose all-reduces TensorFlow would
         # confuse

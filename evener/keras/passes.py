@@ -185,12 +185,12 @@ def weigh_change(update: StateUpdate, start: Any, part: Any) -> Any:
 
 
 def find_state_kinds(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return the rules for combining variables' values from the parts, by the variables' `id()`.
+    """Return how to combine each variable's values from the parts, by the variable's `id()`.
 
-    All non-trainable variables are included. If a variable was measured, its rule is in `found`. Of
-    the others, floats are averaged by rows, and all else is assumed to be the same on all devices.
-    A random seed takes the last device's value; within `draws_alike`, it is the same on all
-    devices.
+    All non-trainable variables are included. If a variable was measured, its rule is in `found`.
+    Otherwise, floats are averaged by rows, and other types are assumed to be the same on all
+    devices. A random seed takes the last device's value; within `draws_alike`, it is the same on
+    all devices.
     """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
