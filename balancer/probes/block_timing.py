@@ -135,7 +135,7 @@ class BlockTimer:
         return "measuring" if self._steps else "warming up"
 
     def next_steps(self) -> int:
-        """Return the number of steps in the next block, or 0 if enough was timed."""
+        """Return the number of steps in the next block, or 0 if no more have to be timed."""
         if self._is_too_slow():
             return 0
         if not self._steps:

@@ -272,8 +272,9 @@ class ChildProber:
     def _should_time_without_loading(self, probe: Probe) -> bool:
         """Return whether a probe should also time steps without data loading.
 
-        The difference shows how long a step waits for data. The answer is True only for the first
-        calls with a layout.
+        The difference shows how long a step waits for data. It is measured in at most MOST_LOOKS
+        probes of a layout. It isn't measured again if the layout doesn't wait for data, or if the
+        workload can't reuse a batch.
         """
         # such steps are timed in a layout's first probes, if it may become the plan and its batches
         # come from host memory; once if it doesn't wait for input

@@ -95,8 +95,8 @@ class BuildWatch:
     def recording(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
         """Wrap a function that returns something about the rank, so that its use is recorded.
 
-        Only calls from the user's code are recorded. `what` is a name for the returned information,
-        for messages.
+        Only calls from the user's code are recorded. `what` names the returned information, and is
+        shown in messages.
         """
 
         def ask(*arguments: Any, **keywords: Any) -> Any:
@@ -108,7 +108,8 @@ class BuildWatch:
     def record_use(self, what: str) -> None:
         """Record that the user's code has asked for something that differs between ranks.
 
-        `what` is its name, for messages. Calls that don't come from the user's code are ignored.
+        `what` names it, and is shown in messages. Calls that don't come from the user's code are
+        ignored.
         """
         frame = sys._getframe(1)
         for _ in range(FRAMES):

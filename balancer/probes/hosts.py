@@ -116,9 +116,9 @@ class LocalHost:
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
         """Return a fork server that can start a process with this environment, and a descriptor.
 
-        The descriptor is to be passed to the process. Once the process has built the workload, it
-        may leave a copy of itself that forks further processes, and that is reached over this
-        descriptor. The descriptor is None if no such copy is needed.
+        The caller passes the file descriptor to the new process. Once that process has built the
+        workload, it may leave a copy of itself that forks further processes, and that receives its
+        requests over the descriptor. The descriptor is None if no such copy is needed.
         """
         # a server has already imported the framework, so it suits only children with the same
         # values of all variables that affect the import

@@ -225,9 +225,9 @@ class InterferenceMonitor:
     ) -> int | None:
         """Return how many bytes of a device other programs hold, or None if unknown.
 
-        An increase is read again a few times, because a program that holds memory may be exiting.
-        `probe_pids` are the process ids of the probe processes; `is_unused` means that none of them
-        runs on the device.
+        If the value has risen, it is read again a few times, because a program that holds memory
+        may be exiting. `probe_pids` are the process ids of the probe processes; `is_unused` means
+        that none of them runs on the device.
         """
         reported = self._short.get(position, 0) + _possible_driver_bytes(
             self._devices[position].memory_bytes or 0

@@ -26,7 +26,7 @@ class ScriptCopy(msgspec.Struct, frozen=True):
 def copy_script(script: Path) -> ScriptCopy:
     """Return a copy of a script with all modules and packages in its folder.
 
-    Raises RequestError if they are larger than LARGEST_BYTES together.
+    Raises RequestError if these files exceed LARGEST_BYTES in total.
     """
     script = script.resolve()
     files = {

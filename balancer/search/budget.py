@@ -140,8 +140,8 @@ class Budget:
         - `turn`: the probe's round of the final comparison. Rounds after the first have to end
           earlier.
         - `reserved`: seconds to keep for other probes.
-        - `steps`: how many steps the probe has to time. If it is None, as few as is sensible for
-          the step time.
+        - `steps`: how many steps the probe has to time. None means the fewest that are useful at
+          this step time.
         """
         # the first turns of the race may use the whole budget, later turns only 95 % of it
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
@@ -201,11 +201,11 @@ class Budget:
     def least_seconds(
         self, layout: Layout, step_seconds: float | None = None, steps: int | None = None
     ) -> float:
-        """Return the duration of the shortest useful probe with its start and warm-up, in seconds.
+        """Return how many seconds the shortest useful probe takes, including its start and warm-up.
 
         - `step_seconds`: the expected step time. If it is None, it is measured or predicted.
-        - `steps`: how many steps the probe has to time. If it is None, as few as is sensible for
-          the step time.
+        - `steps`: how many steps the probe has to time. None means the fewest that are useful at
+          this step time.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)

@@ -190,10 +190,11 @@ class DeviceModel:
         return max(int(growth * self.memory.largest_ran) // self.quantum, 1) * self.quantum
 
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
-        """Return the factor by which the next batch may exceed the largest batch that ran.
+        """Return how many times larger the next batch may be than the largest batch that ran.
 
-        Infinite if the curve rises, because it then predicts the time of larger batches. Otherwise,
-        time may grow in proportion to the batch from there on, so the time left limits the factor.
+        Infinite if the curve rises, because it then predicts the time of larger batches. If it is
+        flat, the step time is assumed to grow in proportion to the batch beyond the largest one
+        that ran. The time left then limits the factor.
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)

@@ -480,9 +480,9 @@ class Evaluation:
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """Layouts with the next larger number of jobs on a device, where more jobs may be faster.
+        """Layouts with the next larger number of jobs on a device, if even more jobs may be faster.
 
-        That is the case if the largest number of jobs so far is the fastest. There is at most one
+        More jobs may be faster if the largest number so far is the fastest. There is at most one
         layout for each way to share a device.
         """
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
@@ -516,7 +516,7 @@ class Evaluation:
     def _network_seconds(self) -> tuple[float, ...]:
         """Return how many seconds longer gradient exchange takes over several hosts than on one.
 
-        The values are by number of hosts. Empty if all devices are on one host.
+        Item `h` of the result is for h hosts, so item 1 is 0.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:

@@ -61,10 +61,11 @@ def fit_exchange_costs(
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], largest: int) -> tuple[float, ...]:
-    """Fit the exchange time of 0 to `largest` devices, in seconds, with a non-decreasing line.
+    """Fit the exchange time as a non-decreasing line in the number of devices (or of hosts).
 
-    If all samples have the same number of devices, fewer devices are assumed to take proportionally
-    less time, and more devices the same time.
+    Item k of the result is the time of k devices in seconds, from 0 to `largest` devices. If all
+    samples have the same number of devices, fewer devices are assumed to take proportionally less
+    time, and more devices the same time.
     """
     # the cost of k devices depends on the number of others, k - 1
     found = []

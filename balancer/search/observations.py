@@ -143,12 +143,12 @@ class Observations:
         return [timed for timed in self.timed(Stage.RACE) if timed.probe.layout.traits.by_shares]
 
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
-        """Return the measurements by which a layout is compared with others, by round.
+        """Return the measurements that are used to compare a layout with others, by round.
 
         They come from `stage`; None means the final comparison or, for a layout with tuning
         options, the comparison of these options. An earlier measurement counts as the first round
         if no other device was busy then. If the winner was measured again and was slower than in
-        all rounds before, these rounds are dropped.
+        all rounds before, the rounds before are dropped.
         """
         if stage is None:
             stage = Stage.KNOBS if layout.knobs else Stage.RACE
@@ -172,8 +172,9 @@ class Observations:
     def _turns_since_slowdown(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """Return a winner's later measurements if they show that the machine has become slower.
 
-        They do if the winner was measured again and was slower than in all rounds before. Its later
-        rounds in the final comparison are returned too. Empty otherwise.
+        They show this if the winner, when it was measured again, was slower than in all rounds
+        before. The result has these repeated measurements, and the winner's rounds of the final
+        comparison since then. It is empty if the machine hasn't become slower.
         """
         checks = self._valid_checks(timed)
         if not checks:

@@ -56,11 +56,11 @@ class Packing:
         return pack_on(self._single, size, self._mode, self._batch_for(size))
 
     def best_layout(self) -> Layout | None:
-        """Return the layout whose number of jobs was the best in the measurements.
+        """Return the layout with the best measured number of jobs, which is at least two.
 
         More jobs count as better only if their total throughput is higher by at least 5 %, or by
-        the tolerance if that is larger. If no layout with several jobs has run yet, return the next
-        one to measure, or None.
+        the tolerance if that is larger. If no layout with several jobs has run yet, the next layout
+        to measure is returned instead, or None if there is none.
         """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))

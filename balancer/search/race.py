@@ -49,7 +49,7 @@ class Race:
         self._seen = machine.seen
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probe; empty if the comparison is decided or time is up.
+        """Return the next probe in a tuple; empty if the comparison is decided or time is up.
 
         At first, each layout is measured once, and larger numbers of jobs per device are tried.
         Then come more rounds of the layouts that may still win, and finally the winner with tuning
@@ -79,7 +79,7 @@ class Race:
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
         """Return another probe of the winner or of its closest rival, to use up the budget.
 
-        Empty without a budget.
+        The result is a tuple of one; empty if the search has no budget, or if there is no time.
         """
         if self._problem.budget_seconds is None:
             return ()
@@ -91,9 +91,9 @@ class Race:
     def check(self, best: Result) -> tuple[Probe, ...]:
         """Return a probe that measures the winner again, to get its throughput without bias.
 
-        The throughput for which it was chosen is the highest of several noisy values. More than one
-        such probe is made if a device was throttled, or if the throughput is still uncertain. Empty
-        if no more are needed, or if one failed.
+        The throughput for which it was chosen is the highest of several noisy values. One probe
+        after another is returned, each as a tuple of one, if a device was throttled or if the
+        throughput is still uncertain. Empty if no more are needed, or if one failed.
         """
         layout = best.layout
         checks = [seen for seen in self._seen.in_stage(Stage.CHECK) if seen.probe.layout == layout]
@@ -165,9 +165,9 @@ class Race:
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, candidates: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return a first probe of the most promising of these candidates.
+        """Return a first probe of the most promising of these candidates, as a tuple of one.
 
-        Empty if there are none, or if there is no time.
+        Empty if there are no candidates, or if there is no time.
         """
         if not candidates:
             return ()
@@ -205,7 +205,8 @@ class Race:
     def _grow_packs(self) -> tuple[Probe, ...]:
         """Return a probe with the next larger number of jobs on one device, if it might be faster.
 
-        Empty if that probe wouldn't leave enough time for a round of all layouts.
+        The result is a tuple of one; empty if such a probe wouldn't leave enough time for a round
+        of all layouts.
         """
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)

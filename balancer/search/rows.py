@@ -42,7 +42,7 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_impossible(self) -> End | None:
-        """Return why no layout can work: always None, as this can't be known in advance."""
+        """Return None: with such rows, only measurements can show that no layout works."""
         return None
 
     def is_sensible(self, layout: Layout) -> bool:
@@ -304,10 +304,10 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _nearest_raced(self, layout: Layout, measured: Iterable[Layout]) -> Layout:
-        """Return a measured layout with nearly the same shares, to be compared instead of `layout`.
+        """Return the measured layout whose shares are nearly those of `layout`, if there is one.
 
-        Measuring `layout` itself would show nothing new. If no measured layout is that close,
-        `layout` is returned.
+        It is compared instead of `layout`, because measuring `layout` itself would show nothing
+        new. If no measured layout is that close, `layout` is returned.
         """
         near = [one for one in measured if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch

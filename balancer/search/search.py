@@ -105,8 +105,8 @@ class Search:
 def _largest_batch_of(rows: int, problem: Problem) -> int:
     """Return the largest global batch that leaves enough steps in an epoch.
 
-    `rows` is the number of rows in the data set. For a small data set, an epoch may have fewer
-    steps than that.
+    `rows` is the number of rows in the data set. If the data set is small, a larger batch is
+    returned, with which an epoch has fewer steps.
     """
     quantum = problem.multiple_of
     # with few rows, an epoch may have fewer steps

@@ -111,7 +111,10 @@ class StateDivision(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A sharded layout and its predicted step time in seconds, without the time to gather units."""
+    """A sharded layout and its predicted step time in seconds.
+
+    The time to gather shards isn't included.
+    """
 
     layout: Layout
     seconds: float
@@ -355,8 +358,8 @@ class Sharding:
     def _sets_without_rows(self) -> list[frozenset[int]]:
         """Return sets of devices that might only hold state, without computing rows.
 
-        For each number of devices, these are the slowest ones, and the ones with the least memory.
-        At least one device is always left to compute.
+        There are two sets of each size: the slowest devices, and those with the least memory. At
+        least one device is always left to compute.
         """
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))
@@ -443,9 +446,9 @@ class Sharding:
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _without_shards(self, observation: Observation) -> Observation:
-        """Return an observation of a sharded model as if the model weren't sharded.
+        """Convert an observation of a sharded model into one of a model without shards.
 
-        The memory of the state is subtracted.
+        The memory of the state is subtracted from the measured memory.
         """
         layout = observation.probe.layout
         probe = msgspec.structs.replace(

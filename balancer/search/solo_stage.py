@@ -376,9 +376,9 @@ class SoloStage:
 
     @cached_property
     def _reserved_seconds(self) -> float:
-        """The time, in seconds, to reserve for first measuring a layout that can become the plan.
+        """The time, in seconds, to reserve for the first measurement of a possible plan.
 
-        0 once such a measurement exists.
+        0 once there is such a measurement.
         """
         if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0

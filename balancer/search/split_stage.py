@@ -7,10 +7,10 @@ too. From this, the next split is predicted and measured. The stage ends when th
 was measured already, or promises at most 0.2 % more samples/s than the layouts that ran.
 
 In the first stage, all devices run at once and so slow each other down. A single device that may be
-faster than every split is therefore measured again while the others are idle. With a requested
-global batch, this may happen before the first split, with the fastest device. Its probe must then
-take little of the remaining time, or the device must be predicted to beat the split. The time isn't
-wasted: each split is later compared with this device, and no new process has to start.
+faster than every split is therefore measured again while the others are idle. If a global batch was
+requested, the fastest device may be measured in this way even before the first split, provided that
+its probe takes little of the remaining time, or that the device is predicted to beat the split. The
+time isn't wasted: each split is later compared with this device, and no new process has to start.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class SplitStage:
     def _probe_first_single(self) -> Probe | None:
         """Return the probe of the fastest single device that runs before the first split, or None.
 
-        It is used for a requested global batch, because a short search could end with nothing but a
-        split that is slower than a single device.
+        None if no global batch was requested. Without this probe, a short search might only measure
+        a split, even if a single device is faster.
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None

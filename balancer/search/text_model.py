@@ -87,7 +87,7 @@ def _solve_non_negative(
 
     The weighted sum of the columns is to approximate `wanted`. Returns the coefficients and the sum
     of squared residuals. Every subset of columns is tried, so this is meant for few columns only.
-    The columns have norm 1, or 0 if they are empty.
+    The caller scales each column to norm 1, unless all of its values are 0.
     """
     if not columns:
         return (), _dot(wanted, wanted)

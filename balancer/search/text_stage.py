@@ -11,8 +11,8 @@ All devices run at the same time. A small pass says nothing about the cost of to
 where launching kernels takes longer than computing them. The larger passes show it.
 
 To test the costs, the global batch is then measured on each single device, and in the layout over
-several devices that should be the fastest according to the costs. More such layouts follow while
-the compute times of the last one lead to a different assignment of rows.
+several devices that should be the fastest according to the costs. More such layouts follow as
+long as the compute times of the last one lead to a different assignment of rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PASS_SECONDS = 2.0
 
 
 class TextStage:
-    """Chooses what to measure to find out what rows cost, depending on their length.
+    """Chooses what to measure to find out how the cost of a row depends on its length.
 
     The first probes run passes in which all rows have the same length. Later probes run real
     batches, whose rows are assigned to devices by this cost.
@@ -160,9 +160,9 @@ class TextStage:
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
     def _next_split(self) -> tuple[Probe, ...]:
-        """Return a probe of the best layout over several devices.
+        """Return a probe of the best layout over several devices, as a tuple of one.
 
-        Empty if it was measured already, or if there is no time.
+        Empty if the layout was measured already, or if there is no time.
         """
         tried = [
             one.probe.layout

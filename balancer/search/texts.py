@@ -41,10 +41,9 @@ class TextPolicy:
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def seconds_alone(self, _layout: Layout) -> float | None:
-        """Return None.
+        """Return None, because this time isn't predicted for rows of unequal length.
 
-        How long devices would take for their rows on their own isn't predicted for rows of unequal
-        length.
+        For other rows, it is how long the slowest device would take for its rows on its own.
         """
         return None
 

@@ -26,7 +26,7 @@ def lower_bound_curve(points: Sequence[Point], curve: Curve) -> Curve:
     """Return a lower bound on the step time as a function of the batch.
 
     `curve` is the function that was fitted to the measured `points`. The bound equals the measured
-    times, and is as low between and beyond them as is plausible. Batches at which it is far below
+    times. Between and beyond them, it is as low as is plausible. Batches at which it is far below
     `curve` are worth measuring.
     """
     found = merge_points(points)
@@ -52,7 +52,7 @@ def lower_bound_curve(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _flat_if_equal(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return a constant curve if the two step times are equal within noise, else `curve`."""
+    """Return a constant curve if the two points' times are equal within noise, else `curve`."""
     one, other = points
     error = math.hypot(one.error, other.error) * other.seconds
     if abs(other.seconds - one.seconds) > CLEAR * error:
@@ -79,7 +79,7 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
 
 
 def plateau_end_is_unknown(points: Sequence[Point], curve: Curve) -> bool:
-    """Whether a curve has a plateau, and too few measurements show where it ends."""
+    """Whether a curve has a plateau whose end is uncertain for lack of measurements."""
     risen = sum(point.seconds > (1 + FLAT_TOLERANCE) * curve.times[0] for point in points)
     return curve.bent and (len(points) == 3 or risen == 1)
 

@@ -108,10 +108,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return last - before if last > before * (1 + FLAT_TOLERANCE) else 0.0
 
     def largest_in_proportion(self) -> int | None:
-        """Return the largest batch that fits if memory grows in proportion to the batch.
+        """Return the largest batch that fits, assuming that all memory grows in proportion to it.
 
-        It is sure to fit, because a part of the memory doesn't grow. Used to choose the second
-        batch: None unless exactly one batch has run and none has failed.
+        This is a cautious assumption, because a part of the memory doesn't grow. Used to choose the
+        second batch: None unless exactly one batch has run and none has failed.
         """
         if self.smallest_failed is not None or len(self.points) != 1 or self.limit_bytes is None:
             return None
