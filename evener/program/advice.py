@@ -299,7 +299,7 @@ def _is_assigned(node: ast.AST) -> bool:
 
 
 def _is_in_wrapper(name: str) -> bool:
-    """Return whether DistributedDataParallel has an attribute of this name itself."""
+    """Return whether DistributedDataParallel itself has an attribute with this name."""
     return hasattr(DistributedDataParallel, name) or name in ("module", "training")
 
 

@@ -2,10 +2,10 @@
 
 In a user's plain loop, evener can compute a loss again to test whether unequal shares change it. In
 the trainer of a library such as Lightning, it can't. Therefore the first steps under `evener run`
-have equal shares, and two checks are made. An audit compares gradients of a few rows, which are
-divided equally and then in proportion to the plan's shares. The user's own collectives are watched,
-because their results may affect a later loss. If neither check finds a problem, the plan's shares
-take effect.
+have equal shares, and two checks are made. An audit computes the gradient of a few rows twice, and
+compares the results: the rows are first divided equally, and then in proportion to the plan's
+shares. The user's own collectives are watched, because their results may affect a later loss. If
+neither check finds a problem, the plan's shares take effect.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class EvenStart:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Row count of each rank in a step, by the current shares."""
+        """Current row count of each rank in a full batch."""
         shares: tuple[int, ...] = self._training.ranks.batches
         return shares
 

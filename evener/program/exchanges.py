@@ -133,12 +133,17 @@ class Exchanges:
         is_uneven: bool,
         checks: bool = True,
     ) -> Any:
-        """Check a collective, run it, and return its result, marked as coming from other ranks.
+        """Check whether a collective rules out unequal shares, then run it and return its result.
 
-        With `is_uneven`, gathered tensors of different row counts are padded for the call;
-        RequestError is raised on every rank if they can't be. `guard` records the current step;
-        nothing is checked or marked if it is None. Without `checks`, only the tensors that the call
-        overwrites are recorded. `line` is the script's line that calls the collective.
+        If the result may depend on the ranks' rows, it is marked as coming from other ranks.
+
+        - `wrapped`, `arguments`, `keywords`: the collective and the arguments of the call.
+        - `guard`: records the current step; if it is None, nothing is checked or marked.
+        - `line`: the script's line that calls the collective.
+        - `is_uneven`: whether ranks may have different row counts. If so, gathered tensors are
+          padded for the call; RequestError is raised on every rank if they can't be.
+        - `checks`: if False, nothing is checked or marked either, but the guard records which
+          tensors the call overwrites.
         """
         call = make_call(wrapped, arguments, keywords, line)
         self._note(call)

@@ -172,7 +172,11 @@ def _read_start_environment(process: str) -> dict[str, str]:
 
 
 def _has_sibling(own: dict[str, str]) -> bool:
-    """Return whether another rank of this group is running, from the environments of processes."""
+    """Return whether another rank of this process's group is running on this machine.
+
+    `own` is the environment that this process was started with. It is compared with the
+    environments of all other processes.
+    """
     # a sibling has the same run, rendezvous address and number of ranks, but another rank
     alike = (RUN, "WORLD_SIZE", *_ADDRESS)
     for process in filter(str.isdecimal, os.listdir("/proc")):

@@ -511,7 +511,7 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """Whether losses are sums, and the script scales gradients by what may be a row count."""
+        """Whether losses are sums, and the script scales gradients by a possible row count."""
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:

@@ -1,8 +1,8 @@
 """Hooks that `evener run` and `evener launch` install in the process of the user's script.
 
-They let PyTorch's processes rendezvous without a port, check under `evener launch` that the script
-reads its plan, and wrap functions of libraries under `evener run`. Their own code is imported on
-the first call.
+They let PyTorch's processes rendezvous without a port. Under `evener launch`, they check that the
+script reads its plan. Under `evener run`, they wrap functions of libraries. The code that a hook
+runs is imported when the hook is first called.
 """
 
 from __future__ import annotations

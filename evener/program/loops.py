@@ -147,7 +147,10 @@ class Loop:
 
     @property
     def batch_maker(self) -> str:
-        """Class name of a batch sampler not from PyTorch or accelerate; "" if there is none."""
+        """Class name of the script's custom batch sampler.
+
+        It is "" if the batch sampler is from PyTorch or accelerate.
+        """
         return name_own_sampler(self.shared_batches.script_sampler)
 
     def follow(self, training: Any) -> None:

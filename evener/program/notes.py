@@ -94,7 +94,8 @@ class Notebook:
     def watch(self, training: Any, hooks: str) -> None:
         """Print which devices train with which shares, and record step times from now on.
 
-        `hooks` names the integration, for example "DistributedDataParallel and DataLoader".
+        `hooks` names the classes that are hooked, for example "DistributedDataParallel and
+        DataLoader".
         """
         self.hooks, self._training = hooks, training
         self._record, self._steps, self._read = StepRecord(), 0, 0
@@ -150,8 +151,9 @@ class Notebook:
     def leave(self) -> None:
         """Write this rank's `RankNote` to the folder that `evener run` has chosen.
 
-        If nothing has trained with the plan's shares, the note includes a pending reason for that,
-        which is printed unless it was before. Without a folder, nothing happens.
+        If nothing has trained with the plan's shares, and a reason for that is pending, the note
+        includes the reason. It is also printed, unless that was done before. Without a folder,
+        nothing happens.
         """
         if not self.settings.folder:
             return

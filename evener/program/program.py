@@ -192,7 +192,7 @@ class Program:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether a step of this training run had unequal shares, or the current batch has them."""
+        """Whether the current batch has unequal shares, or a step of this training run had them."""
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
     def note_own_iteration(self, loader: Any) -> None:
@@ -453,7 +453,8 @@ class Program:
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
         """Start a step with the plan's shares, and set the weights of the ranks' gradients.
 
-        If the loss has just changed, a Guard checks it in this step.
+        If the loss may have changed, for example because the script computes it in a new way, a
+        Guard checks it in this step.
         """
         # The loss needs a check if it has just changed, or if a setting that affects the loss has.
         # A guard disturbs the step's time, which isn't used for rebalancing.
@@ -462,7 +463,7 @@ class Program:
             training.weights.begin(loop.sizes)
             return
         self._loader_steps.begin(loop.origin, loop.sizes, loop.batch)
-        changed = training.audits.follows_change and not self._meets_in_layers
+        changed = training.audits.follows_change and not self._communicates_in_layers
         if self._guard is None and changed:
             self._guard = self._make_guard(loop)
             self._rechecks = True
@@ -470,7 +471,7 @@ class Program:
             training.timer.disturb()
 
     def _make_guard(self, loop: Any) -> Guard:
-        agree = self._agree if self._meets_in_layers else None
+        agree = self._agree if self._communicates_in_layers else None
         given: dict[str, Any]
         if self.training is None:
             given = {"origins": self.exchanges.origins, "are_sums": None}
@@ -482,7 +483,7 @@ class Program:
         return Guard(self.models, loop.batch, loop.fetch_few_rows, rows=rows, agree=agree, **given)
 
     @property
-    def _meets_in_layers(self) -> bool:
+    def _communicates_in_layers(self) -> bool:
         """Whether the model's layers communicate between ranks, as with FSDP."""
         return sharded.choose_weighted(self.models) == "loss"
 
@@ -529,8 +530,8 @@ class Program:
     def _check_several_loops(self, loop: Any) -> None:
         """Check a step that takes batches from two loops.
 
-        Raises RequestError if shares have differed, and the two loops divide their rows among the
-        ranks in different ratios.
+        Raises RequestError if the training run has already used unequal shares, and the two loops
+        divide their rows among the ranks in different ratios.
         """
         self.notebook.pending_reason = views.SEVERAL
         ratios = [[size / sum(each.sizes) for size in each.sizes] for each in (loop, self._loop)]
@@ -553,13 +554,13 @@ class Program:
         uneven = len(set(loop.sizes)) > 1
         self._uneven += uneven
         if self._rechecks:
-            self._exchange_change()
+            self._send_loss_check()
         # due after a step with a guard, a loop's first step, and the second uneven step
         if self._guard is not None or not loop.compared or (uneven and self._uneven == 2):
             self._compare_records(loop)
 
-    def _exchange_change(self) -> None:
-        """After this rank has checked a loss that changed, send the result to all ranks.
+    def _send_loss_check(self) -> None:
+        """Send all ranks the result of this rank's check of a loss that may have changed.
 
         The rank doesn't wait for the others' results.
         """
@@ -635,9 +636,10 @@ class Program:
         training.audits.follow_launcher(partial(self.go_even, training))
 
     def begin_even(self, training: PlannedTraining, hooks: str) -> None:
-        """Keep shares equal in a library trainer's first steps, until they have been checked.
+        """Keep shares equal until all ranks have checked the first steps of a library's trainer.
 
-        `hooks` names the integration, for the message that is printed when shares become unequal.
+        `hooks` names the trainer's class, for the message that is printed when shares become
+        unequal.
         """
         self.notebook.pending_reason = views.EVEN_START
         leave = partial(self._leave_even, training, hooks)
@@ -798,7 +800,7 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's record of the last step, when it trains with the plan's shares.
+        """Return this rank's record of the last step of training with the plan's shares.
 
         `guard` has checked that step; it is None if there was no check.
         """

@@ -119,9 +119,9 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _use_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Context manager that makes the Trainer use a ProgramStrategy, and yields this strategy.
+    """Context manager that makes the Trainer use a ProgramStrategy, and yields the new strategy.
 
-    On an error, the Trainer gets back its own strategy, which is `strategy`.
+    `strategy` is the Trainer's original strategy, which is restored if the body raises an error.
     """
     # the ProgramStrategy shares the attributes of `strategy`, which is the Trainer's own strategy
     chosen = share_state(strategy, ProgramStrategy)

@@ -50,7 +50,8 @@ class PlannedTraining:
     - `rank_shares`: the shares and this rank's device.
     - `weigh`: what is weighted. With "gradients", gradients are weighted in the all-reduce. With
       "loss", the user's loop calls `scale`. With "trainer", a library's adapter multiplies
-      the loss of each pass by its fraction of the global batch times the number of ranks.
+      the loss of each pass by the pass's fraction of the global batch, times the number of
+      ranks.
     - `strict`: whether to raise an error, instead of a warning, if the plan was made for
       another model or on other devices, or if a late audit fails.
     - `journal`: whether to record the training run.

@@ -243,10 +243,10 @@ class Rebalancing:
                 break
 
     def _adapt_timing(self, step_s: float, bottleneck: str) -> None:
-        """Adapt the length of measurement windows to `step_s`, and how many steps are timed.
+        """Adapt the length of measurement windows, and how many steps are timed.
 
-        `step_s` is the duration of a step, and `bottleneck` is what limits it. With FSDP or
-        DeepSpeed, fewer steps are timed if the host is the bottleneck.
+        `step_s` is the duration of a step, which determines the length. `bottleneck` is what limits
+        the step. With FSDP or DeepSpeed, fewer steps are timed if the host is the bottleneck.
         """
         steps = WINDOW_SECONDS / max(step_s, 1e-6)
         self._window_steps = int(min(max(FEWEST_STEPS, steps), MOST_STEPS))
@@ -262,9 +262,9 @@ class Rebalancing:
     ) -> bool:
         """Change the shares if the measurements call for it, and return whether they changed.
 
-        `end` is the last step of the measurement window, `own_work_s` has the compute time of each
-        rank, and `seen` has further arguments of the rule's `observe`. A change takes effect after
-        `batches` more batches.
+        `end` is the last step of the measurement window, and `own_work_s` has the compute time of
+        each rank. `seen` has other measurements, as keyword arguments of `Rebalancer.observe`. A
+        change takes effect after `batches` more batches.
         """
         before = self._training.ranks.batches
         if self._rule is None:

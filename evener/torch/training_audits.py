@@ -167,7 +167,11 @@ class TrainingAudits:
 
     @property
     def follows_change(self) -> bool:
-        """Whether the current step is audited because the loss has changed, not on schedule."""
+        """Whether the current step is audited although the schedule doesn't require it.
+
+        The usual cause is that the loss is computed in a new way, or that the set of trained
+        parameters has changed.
+        """
         return self._due and not is_audited(self.judge.step)
 
     @property
@@ -941,7 +945,7 @@ def make_launcher_computations(
 ) -> Computations:
     """Return what an audit compares: the gradient of a few rows in equal and in unequal parts.
 
-    Both times, there are two parts. The arguments are those of `make_share_computations`.
+    There are two parts in both cases. The arguments are those of `make_share_computations`.
     """
     made = make_share_computations(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # two rows can only be cut in one way
@@ -970,9 +974,9 @@ def make_launcher_computations(
 
 
 def add_unweighted(computations: Computations) -> Computations:
-    """Change an audit's computations for a loss that is a sum over rows.
+    """Return an audit's computations, changed for a loss that is a sum over rows.
 
-    Then all parts have the same weight, whatever their row counts are.
+    In the result, all parts have the same weight, whatever their row counts are.
     """
     # causes that only apply to a mean are left out
     trained = computations.changes["sum"].trained

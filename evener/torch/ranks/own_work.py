@@ -314,7 +314,7 @@ class StepTimer:
         self.release = _OPTIMIZER_HOOKS.hold(self)  # call it to stop watching optimizers' steps
 
     def begin(self, sizes: tuple[int, ...]) -> None:
-        """Begin a batch when its loader yields it.
+        """Begin a batch; called when its loader yields it.
 
         `sizes` has the row count of each rank.
         """
@@ -656,7 +656,7 @@ class StepTimer:
 
     @property
     def has_trained(self) -> bool:
-        """Whether the newest batch has led to gradients or to an optimizer step."""
+        """Whether the newest batch's gradients were computed, or an optimizer has stepped since."""
         return self._computed or self._applied
 
     def start_loop(self) -> None:
@@ -900,7 +900,10 @@ def _list_ended_phases(marked: _MarkedStep, spent: _StepDurations) -> dict[Phase
 
 
 def _add_up_between(phase_seconds: Mapping[Phase, float]) -> float:
-    """Return the seconds between two steps, given those of each phase; NaN if unknown."""
+    """Add up the phases between two steps, and return the sum in seconds.
+
+    The result is NaN if the duration of none of these phases is known.
+    """
     phases: tuple[Phase, ...] = (PREPARATION, BETWEEN, FILES, VALIDATION)
     between = [phase_seconds[phase] for phase in phases if phase in phase_seconds]
     return sum(between) if between else math.nan

@@ -15,7 +15,10 @@ _timers: list[weakref.ref[Any]] = []
 
 
 def time_waits(timer: Any) -> None:
-    """Count the time in collectives inside a pass as waiting, not as the rank's compute time."""
+    """Let `timer` count the time that a pass spends in collectives as waiting.
+
+    Without this, such time would count as the rank's compute time.
+    """
     # on a GPU, the host doesn't wait; what is timed is that the computing stream waits for another
     # one
     if all(each() is not timer for each in _timers):

@@ -1,8 +1,8 @@
 """Fetch batches from a data set, and prefetch them in a thread for a GPU.
 
 Some data sets return a whole batch for a tensor of row indices. From others, rows are fetched one
-by one, as DataLoader does. That takes Python about 10 µs per row, so a fast GPU that trains a small
-network waits for its batches.
+by one, as in DataLoader. Python takes about 10 µs for each row, so a fast GPU that trains a small
+network has to wait for its batches.
 
 Besides the current batch, at most `depth` batches wait on the device. The training loop runs at
 most `depth` steps ahead of the GPU. So the memory for batches is bounded, and is the same in a

@@ -38,8 +38,8 @@ class Epoch:
     Arguments:
 
     - `training`: False in an evaluation loop.
-    - `tail`: row count of a last batch that is divided in other proportions than the others, or
-      None (see `UnevenBatchSampler.rows_of_odd_tail`).
+    - `tail`: row count of a last batch that is divided in other proportions than full batches,
+      or None (see `UnevenBatchSampler.rows_of_odd_tail`).
     - `by_length`: whether rows are assigned by length.
     """
 
@@ -61,9 +61,9 @@ class Epoch:
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """Return whether the loop has ended although its last batch may not have been computed yet.
+        """Return whether the loop has ended, but its last batch may still have to be computed.
 
-        The result is False if the batch no longer exists.
+        The result is False if that batch has already been freed.
         """
         # a loop may fetch the next epoch's first batch before it computes the last batch of this
         # one
@@ -511,7 +511,8 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the position in it and the size of the global batch, for a checkpoint.
 
-        The position is after `done` batches. The result is the same on all ranks.
+        The position is that after the epoch's first `done` batches. The result is the same on all
+        ranks.
         """
         rows = self.batch_sampler.sampler
         return {**rows.state_dict(self.done), "global_batch": rows.global_batch}

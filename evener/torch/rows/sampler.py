@@ -308,9 +308,9 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the last batch's row count if it is divided in other proportions than the others.
+        """Return the last batch's row count if it is divided in other ratios than full batches.
 
-        The result is None if the proportions are the same. If they may differ in every step, the
+        The result is None if the ratios are the same. If they may differ in every step, the
         result is an object that equals no other object.
         """
         if self.changes or self.is_by_length:
