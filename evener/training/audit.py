@@ -290,9 +290,9 @@ class Audits:
     """Decides which steps are audited, and what to do if the gradient is wrong.
 
     - If the gradient of one of the first 64 steps is wrong, training ends with an error.
-    - If that of a later step is wrong and another audit confirms it, a warning is given. With
-      `strict`, training ends with an error instead.
-    - With `makes_even`, shares are made equal instead of giving a warning or an error.
+    - If the gradient of a later step is wrong and another audit confirms it, a warning is given.
+      With `strict`, training ends with an error instead.
+    - With `makes_even`, neither happens: shares are made equal instead, and training goes on.
     """
 
     # after an error, a warning or making shares equal, there are no more audits

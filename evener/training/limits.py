@@ -247,11 +247,11 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """If `part` is unequal work, subtract the time that is also listed as other parts of the step.
+    """Subtract the time that other parts of the step explain from the time of unequal work.
 
     If a device is slowed by heat, power limits or other processes, the other ranks wait for it.
-    Unequal work includes this time, but it is also listed as a part of its own. Parts of other
-    kinds are returned unchanged.
+    This time counts as unequal work, but `parts` also lists it as a part of its own. If `part`
+    isn't unequal work, it is returned unchanged.
     """
     if part.kind is not LimitKind.UNEQUAL:
         return part

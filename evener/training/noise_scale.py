@@ -75,10 +75,10 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return how many times as many rows training needs for a given loss with another batch size.
+    """Return how the rows needed to reach a given loss change with the batch size, as a factor.
 
-    The batch size changes from `batch` to `other` rows. If it becomes smaller, the result is below
-    1.
+    The batch size changes from `batch` to `other` rows. If it becomes smaller, fewer rows are
+    needed, so the result is below 1.
     """
     return (noise_scale + other) / (noise_scale + batch)
 

@@ -219,7 +219,8 @@ class Rebalancer:
         - `step`: last step of the window.
         - `own_work_s`: median compute time of each rank in seconds; inf or 0 if unknown.
         - `rows`: the ranks' rows in these steps.
-        - `limits`: maximum rows per pass of each rank since memory ran out; 0 for no limit.
+        - `limits`: maximum rows per pass of each rank, set when it ran out of memory; 0 for no
+          limit.
         - `fits`, `passes_fit`: rows of each rank that are predicted to fit in memory in a single
           pass, and in each of several passes; 0 if unknown.
         - `step_s`: time of a step in seconds; 0 if unknown.
@@ -271,10 +272,12 @@ class Rebalancer:
     ) -> None:
         """Update how many rows fit in each rank's memory.
 
-        `limits` are the maximum rows per pass of each rank since memory ran out; 0 for no limit.
-        `fits` and `passes_fit` are the rows of each rank that are predicted to fit in a single
-        pass, and in each of several passes; 0 if unknown. If a rank then needs a different number
-        of passes, past windows are discarded.
+        - `limits`: maximum rows per pass of each rank, set when it ran out of memory; 0 for no
+          limit.
+        - `fits`, `passes_fit`: rows of each rank that are predicted to fit in a single pass, and in
+          each of several passes; 0 if unknown.
+
+        If this changes how many passes a rank needs, the windows measured so far are discarded.
         """
         ranks = range(len(self.shares))
         self._rooms = list(map(self._find_room, ranks, fits, passes_fit))
@@ -449,9 +452,10 @@ class Rebalancer:
     ) -> float:
         """Return how large a gain must be, as a fraction, for the shares to change.
 
-        It rises with the noise of the measurements, and falls with the number of windows, `span`.
-        `factors` times `seconds` are the ranks' compute times. `rest_s` is how much longer a step
-        takes than the slowest rank computes, in seconds.
+        Noisier measurements require a larger gain, and more windows a smaller one. `span` is the
+        number of windows. Each rank's compute time is its item of `factors` times its item of
+        `seconds`. `rest_s` is how much longer a step takes than the slowest rank computes, in
+        seconds.
         """
         # Noise is the variation from one window to the next, and drift that over many windows. The
         # longer a rank computes in a step, the more its variation counts.
@@ -469,9 +473,8 @@ class Rebalancer:
     def _find_drifts(self, count: int) -> list[float]:
         """Return how much each rank's speed drifts over many windows, relative to the other ranks.
 
-        The result is measured over the first `count` windows with the current shares. If there are
-        fewer than 16, the drifts measured with earlier shares are returned, or [] if there are
-        none.
+        The result is measured over the first `count` windows with the current shares. If `count` is
+        below 16, the drifts measured with earlier shares are returned, or [] if there are none.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
@@ -501,9 +504,9 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, shrinks: bool) -> bool:
-        """Return True if a rank's share can't become smaller or larger.
+        """Return True if a rank's share can't be reduced, or can't be increased.
 
-        `shrinks` is True to ask about a smaller share, and False about a larger one.
+        `shrinks` says which: True asks about a smaller share, and False about a larger one.
         """
         if shrinks:
             return share <= self._quantum
@@ -645,10 +648,10 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _common_compute_time(own_work_s: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the compute time that all ranks would have in common if rows were moved between them.
+    """Return the compute time that all ranks would have if rows were moved to make it equal.
 
-    `own_work_s` are the ranks' present compute times in seconds. `rates` says how many more rows
-    each rank computes if it gets one more second.
+    The result and `own_work_s`, the ranks' present compute times, are in seconds. `rates` says how
+    many more rows each rank computes if it gets one more second.
     """
     return math.fsum(map(mul, own_work_s, rates)) / math.fsum(rates)
 

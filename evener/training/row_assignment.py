@@ -104,7 +104,7 @@ class AssignmentSearch:
                 yield self._cut_cheapest(price)
 
     def _cut_cheapest(self, price: float) -> list[int]:
-        """Return where to cut the batch into passes at the lowest cost, as the passes' end indices.
+        """Cut the batch into passes at the lowest cost, and return the end index of each pass.
 
         The cost includes the fixed time of each pass, multiplied by `price`. A higher price gives
         fewer passes.
@@ -244,7 +244,7 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """Return True if the second of three lines is at no point below both of the other lines.
+    """Return True if the second of three lines is nowhere below both of the other lines.
 
     The lines are sorted by slope, with the steepest first.
     """

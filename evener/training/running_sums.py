@@ -41,10 +41,11 @@ class RunningSums:
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
         """Add the times of one step, or of a part of a step.
 
-        `step` contains the times in the order of StepSums' fields. Its first item, the number of
-        steps, is 0 if the step hasn't ended yet. `seconds` is the sum of the times. `own_s` is the
-        duration that counts for `take_fast_step`, by default `seconds`. Give it if the times were
-        scaled up to include steps that weren't timed.
+        - `step`: values for the fields of StepSums, in order: first the number of steps, which is 0
+          if the step hasn't ended yet, then the times in seconds.
+        - `seconds`: the sum of the times.
+        - `own_s`: the measured duration, if the times were scaled up to include steps that weren't
+          timed. `take_fast_step` then uses it instead of `seconds`.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
@@ -72,7 +73,8 @@ class RunningSums:
     def recent(self) -> StepSums:
         """Return the total times of recent steps.
 
-        These are at least 25 steps and ten seconds, if training has taken that long.
+        Recent steps are the last 25 or more, which took at least ten seconds in total. Early in
+        training, they are all steps.
         """
         return self.whole.minus(self._ends[0])
 

@@ -348,9 +348,9 @@ def _find_unequal_work(
 
 
 def _balanced_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the compute time, in seconds, if each rank's share were in proportion to its speed.
+    """Return the compute time in seconds that all ranks would have if their shares were balanced.
 
-    All ranks would then compute for the same time.
+    Balanced shares are in proportion to the ranks' speeds, so all ranks compute for the same time.
     """
     shares = [rank.share or 1 for rank in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
