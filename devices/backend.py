@@ -82,7 +82,7 @@ def choose_devices(
 
 
 def pick_device(devices: Sequence[Device], pick: str) -> Device:
-    """Return the device with the index, UUID or beginning of a UUID that `pick` gives.
+    """Return the device that `pick` selects, by its index, its UUID or the beginning of its UUID.
 
     Raises RequestError if there is no such device, or if several UUIDs begin with `pick`.
     """

@@ -250,10 +250,10 @@ def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDev
 def _with_local_ids(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
-    """Return a training report with the ids of this machine's devices.
+    """Return a training report with the ids of this machine's devices filled in.
 
-    An id that can't be found stays empty. If a report names no devices, its throughput is divided
-    equally among the devices on which the driver sees its process.
+    A device that can't be identified keeps an empty id. If a report names no devices, its
+    throughput is divided equally among the devices on which the driver sees its process.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:

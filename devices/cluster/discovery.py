@@ -137,7 +137,7 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
 
 
 def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the driver's ids of GPUs, which Ray identifies by index or by UUID."""
+    """Convert Ray's ids of GPUs, which are indices or UUIDs, to the ids that the driver uses."""
     return tuple(device.id for device in _list_accelerators("auto", gpu_ids)[1])
 
 

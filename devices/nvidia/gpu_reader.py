@@ -355,7 +355,7 @@ class GpuReader:
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
         """Return the reading of a field or, if the field has no value, of an equivalent NVML call.
 
-        `fallback` is the name of the metric that makes this call.
+        `fallback` is the name of the metric that is read by this call.
         """
         return (
             field

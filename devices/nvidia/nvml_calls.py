@@ -56,7 +56,10 @@ class DriverGoneError(Exception):
 
 
 def raise_if_gone(code: int) -> None:
-    """Raise `GpuGoneError` or `DriverGoneError` if NVML's return code means one of them."""
+    """Raise an error if NVML's return code means that the GPU or the driver is gone.
+
+    The error is a `GpuGoneError` or a `DriverGoneError`.
+    """
     if code in GPU_GONE:
         raise GpuGoneError(code)
     if code in DRIVER_GONE:

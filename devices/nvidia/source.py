@@ -44,7 +44,7 @@ SILENT_WORDS = (
 
 
 class _Slot:
-    """A GPU of the source. It has a reader as long as the GPU answers."""
+    """One of the GPUs that an NvmlSource reads. It has a reader as long as the GPU answers."""
 
     def __init__(self, device: Device) -> None:
         self.device = device

@@ -129,8 +129,8 @@ class HostJob(msgspec.Struct, frozen=True):
     def environment(self, own_variables: Sequence[dict[str, str]] = ()) -> dict[str, str]:
         """Return the environment variables for this host's processes.
 
-        `own_variables` has additional variables for each process, in the order of the processes.
-        Processes after the end of the list get none.
+        `own_variables` has additional variables for each process, in the order of the processes. If
+        it has fewer items than there are processes, the remaining processes get none.
         """
         # settings that differ between processes are in the variable STARTS, which `start_rank`
         # reads

@@ -42,9 +42,9 @@ class GroupExit(msgspec.Struct, frozen=True):
 
     @property
     def is_loss(self) -> bool:
-        """True if signals killed the processes, as happens when a device fails.
+        """True if signals killed the processes.
 
-        It also happens when the host's memory runs out.
+        This happens when a device fails, but also when the host's memory runs out.
         """
         # SIGTERM doesn't count: it is sent to the other processes after one has failed
         codes = set(self.failures.values())
@@ -56,7 +56,7 @@ class GroupExit(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """A message that names the rank that failed first.
 
-        It also names a rank that exited with code 0 before that.
+        If another rank exited with code 0 before the failure, the message names it, too.
         """
         # a rank that exited isn't named if SIGKILL explains the failure
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
@@ -130,9 +130,9 @@ class _LineNames:
         self._is_named = False
 
     def find(self) -> bytes:
-        """Return the prefix: the process's name, or b"" until `has_several` first returns True.
+        """Return the prefix to print: the process's name in brackets, or b"" for none.
 
-        From then on, it is always the name.
+        It is empty until `has_several` first returns True, and the name from then on.
         """
         self._is_named = self._is_named or self._has_several()
         return self._name if self._is_named else b""

@@ -42,7 +42,7 @@ LAUNCHER_MODULES = (
 
 
 class SavedShares(msgspec.Struct, frozen=True):
-    """What saved shares belong to: a program's command, its model and its global batch."""
+    """The program that saved shares belong to: its command, its model and its global batch."""
 
     command: str  # a digest of the program, its arguments and its devices
     origin: SharesOrigin

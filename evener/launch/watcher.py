@@ -27,7 +27,7 @@ MARK = "EVENER_RUN"  # RUN in evener.training.launched; child processes of a ran
 def main() -> None:
     """Create a temporary folder, print its path, and delete it once the launcher has ended.
 
-    Unless the launcher reports success, the run's processes are killed before that.
+    Unless the launcher reports success, the run's remaining processes are killed first.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the end of the pipe ends this process

@@ -204,9 +204,9 @@ class TrainingJournal:
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
 
     def note_record(self, record: LiveRecord) -> None:
-        """Write what has changed since the last record: the start, share changes, and the speed.
+        """Write what is new in a record: changes of shares and, every 30 seconds, the speed.
 
-        The speed is written every 30 seconds.
+        The first call also writes the entry for the start of training.
         """
         if not self._began:
             self._begin(record)

@@ -1,1 +1,1 @@
-"""The plan file: its format, its checks, and new shares for the devices that remain."""
+"""The plan file: its format, its checks, and new shares when some of its devices are gone."""

@@ -112,7 +112,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The search that made the plan: its probes, its duration in seconds, and why it stopped."""
+    """The search that created the plan: its probes, its duration in seconds, and why it stopped."""
 
     probes: Count
     out_of_memory: Count
@@ -250,7 +250,7 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _add_missing_kinds(plan: Plan) -> Plan:
-    """Return the plan with a kind, such as "one_device", for each comparison that has none."""
+    """Fill in missing kinds of comparisons, such as "one_device", and return the plan."""
     # plans of evener 0.1 and 0.2 have only the names of comparisons, from which the kinds follow
     names: dict[str, EvidenceKind] = {
         EQUAL_SHARES: "equal_shares",

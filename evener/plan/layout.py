@@ -151,7 +151,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def traits(self) -> Traits:
-        """The traits of this layout's kind."""
+        """The properties that all layouts of this kind share."""
         return KINDS[self.kind]
 
     @property
@@ -318,7 +318,7 @@ def _check_states(layout: PlanLayout, where: str) -> None:
 def _has_valid_state(share: Share) -> bool:
     """Return True if a device holds a valid fraction of the model's state.
 
-    A device without rows may hold no state.
+    Only a device that computes no rows may hold none of the state.
     """
     if not share.state:
         return not share.batch

@@ -28,7 +28,7 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
     """Return curves through the given points of rows and seconds, one for each device.
 
     If any device has fewer than two points, none of the points is used. Instead, step times are
-    assumed to be proportional to rows, and to be one second with each device's number of rows in
+    assumed to be proportional to rows. Each device then takes one second for its number of rows in
     `rows`.
     """
     if all(len(knots) > 1 for knots in curves):
@@ -37,9 +37,10 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
 
 
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
-    """Return curves on which step time is proportional to rows.
+    """Return a curve for each device, on which step time is proportional to rows.
 
-    On each device's curve, its number of rows in `rows` takes one second.
+    `rows` has a number of rows for each device. A step with that many rows takes the device one
+    second.
     """
     return tuple(Curve((0.0,), (0.0,), 1 / row) for row in rows)
 

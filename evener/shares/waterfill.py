@@ -224,7 +224,7 @@ def single_best(
 def single_reaching(
     device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return the smallest batch that lets one device reach `rate` samples/s, or None.
+    """Return the smallest batch that lets one device reach `rate` samples/s, or None if none does.
 
     The batch is a multiple of `quantum` rows, and has at most `limit` rows.
     """
@@ -317,8 +317,9 @@ def _divide_batch(
 ) -> dict[int, int]:
     """Return shares of at most `k` devices that add up to the batch.
 
-    The last device finishes between `early_seconds` and `late_seconds`. The result maps indices in
-    `devices` to rows.
+    `late_seconds` is a time by which these devices can finish the batch. `early_seconds` is the
+    same time, or an earlier one by which they can't finish it. The result maps indices in `devices`
+    to rows.
     """
     # Each device gets what it finishes by `early_seconds`, but at least one quantum. Then single
     # quanta are added, up to what the device finishes by `late_seconds`. Each of these quanta goes
@@ -382,8 +383,9 @@ def _best_within_seconds(
 ) -> Allocation | None:
     """Return the allocation with the most samples/s among those that finish within `seconds`.
 
-    Returns None if fewer than `min_devices` devices can finish a quantum, or if the largest shares
-    of that many devices exceed `limit` rows.
+    Each device in it computes as many rows as it can within `seconds`. Returns None if fewer than
+    `min_devices` devices can finish a quantum, or if even `min_devices` devices would compute more
+    than `limit` rows.
     """
     # each device of the allocation computes as much as it can in that time
     sizes = _largest_shares(devices, seconds, quantum)

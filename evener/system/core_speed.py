@@ -73,6 +73,9 @@ class CoreSpeed:
             self._least_s = min(self._least_s or took_s, took_s)
 
     def take(self) -> float:
-        """Return the shortest time since the last call, in seconds, or 0 if none was measured."""
+        """Return the shortest time of the matrix product since the last call, in seconds.
+
+        Returns 0 if there was no measurement.
+        """
         least_s, self._least_s = self._least_s, 0.0
         return least_s

@@ -97,10 +97,11 @@ PIPE_SECONDS = 5.0  # timeout for the first byte from a pipe
 def read_whole(
     path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError
 ) -> bytes:
-    """Read a whole file of at most 4 MiB, or a pipe if data arrive within five seconds.
+    """Read a whole file of at most 4 MiB.
 
-    `what` says what the file should be, such as "plan", for error messages. Raises `error`, with
-    the remedy `remedy`, if the file can't be read.
+    The file may be a pipe, if data arrive within five seconds. `what` says what the file should be,
+    such as "plan", for error messages. If the file can't be read, an error of class `error` is
+    raised, which suggests `remedy` to the user.
     """
     with (
         as_request_error(f"The {what} {path} can't be read", remedy, error),
