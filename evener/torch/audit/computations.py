@@ -1,4 +1,4 @@
-"""What an audit computes, and the variants of it that test possible causes of a difference."""
+"""Computations that an audit compares, with variants that help to find why gradients differ."""
 
 from __future__ import annotations
 

@@ -46,13 +46,19 @@ def _collect_tensors(data: Any, containers: set[int]) -> Any:
 
 
 def _collect_values(mapping: Mapping[Any, Any], containers: set[int]) -> dict[Any, Any] | None:
-    """Convert the values of a mapping that contain tensors; return None if there are none."""
+    """Convert a mapping to nested dicts and lists of tensors, leaving out values without tensors.
+
+    The result is None if no value has any. `containers` has the ids of the enclosing objects.
+    """
     values = {name: _collect_tensors(mapping[name], containers) for name in mapping}
     return {name: value for name, value in values.items() if value is not None} or None
 
 
 def _collect_items(items: Sequence[Any], containers: set[int]) -> list[Any] | None:
-    """Convert the items of a sequence that contain tensors; return None if there are none."""
+    """Convert a sequence to nested lists and dicts of tensors, leaving out items without tensors.
+
+    The result is None if no item has tensors. `containers` has the ids of the enclosing objects.
+    """
     collected = [_collect_tensors(item, containers) for item in items]
     return [item for item in collected if item is not None] or None
 

@@ -1,4 +1,4 @@
-"""Make random operations give each row the same numbers in an audit, whatever batch it is in."""
+"""Make random operations in an audit give every row the same numbers, in any batch."""
 
 from __future__ import annotations
 
@@ -249,9 +249,9 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _fill_equal_rows(draw: _Draw) -> Any:
-    """Draw one row and repeat it, if an operation fills a tensor or returns one of the same shape.
+    """Draw one row and repeat it, for an operation that fills a tensor or returns one like it.
 
-    The result is None for other operations.
+    Examples are `normal_` and `rand_like`. The result is None for other operations.
     """
     # A new tensor has the argument's shape. With several tensor arguments, the result depends on
     # all of them.

@@ -208,8 +208,8 @@ def _sum_losses(
 ) -> tuple[float, float]:
     """Return the sum of the passes' losses, and the precision of the dtypes used to compute them.
 
-    The precision is the relative difference that is allowed for gradients of such a dtype. `by_row`
-    and `disturbance` are arguments of RowRandomness.
+    The precision is a relative difference: gradients of these dtypes that differ by less count as
+    equal. `by_row` and `disturbance` are arguments of RowRandomness.
     """
     found = [
         sketcher.sketch(

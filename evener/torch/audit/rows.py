@@ -61,8 +61,8 @@ def fetch_rows(
 ) -> FewRows | None:
     """Fetch up to `max_rows` different rows for an audit.
 
-    They are chosen from the data set's rows with these indices, and collated both together and in
-    two parts. The result is None for fewer than two indices.
+    They are chosen from the rows at `indices` in the data set. They are collated both together and
+    in two parts. The result is None for fewer than two indices.
     """
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
@@ -257,8 +257,7 @@ def _cut(batch: Any, size: int, rows: int) -> tuple[Any, Any] | None:
 def _describe_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
     """Return numbers that describe one row of a data set, such as its class and length.
 
-    `collated` makes a batch from a list of rows. The result is () if it can't do so from this row
-    without others.
+    `collated` turns a list of rows into a batch. The result is () if it fails for a single row.
     """
     # collating one row fails, for example, if rows come in pairs
     try:

@@ -79,7 +79,7 @@ def summarize(dataset: Any, collate: Callable[[list[Any]], Any], sampler: Any) -
 def _sum_rows(
     dataset: Any, collate: Callable[[list[Any]], Any], indices: Sequence[int]
 ) -> dict[str, list[TensorSums]]:
-    """Return the sums of some rows' tensors, by row index, to compare them between ranks.
+    """Return sums of the tensors in the rows at `indices`, by index, to compare them between ranks.
 
     The result is {} if reading a row twice gives different results.
     """
@@ -125,14 +125,20 @@ def find_difference(every: Sequence[RankData]) -> str:
 
 
 class RowRead(NamedTuple):
-    """Sums of one row's tensors, and whether reading the row drew random numbers."""
+    """Sums of one row's tensors, and whether reading the row drew random numbers.
+
+    Ranks compare these sums.
+    """
 
     sums: list[TensorSums]
     is_drawn: bool
 
 
 def _read(dataset: Any, collate: Any, index: int) -> RowRead:
-    """Read and collate one row with seeded random generators, and return its sums."""
+    """Read and collate one row with seeded random generators.
+
+    Return sums of the row's tensors, and whether random numbers were drawn.
+    """
     seed_all(SEED)
     seeded = RandomState()
     batch = collate([dataset[index]])

@@ -53,7 +53,8 @@ class Signs:
     def take(self, count: int, axis: int, like: torch.Tensor) -> torch.Tensor:
         """Return random signs for `count` lines (`axis` 0) or columns (`axis` 1).
 
-        The shape is (count, PROJECTIONS); device and dtype are those of `like`.
+        A line is a row of the matrix that a gradient is reshaped to. The result has shape (count,
+        PROJECTIONS), and the device and dtype of `like`.
         """
         length = 1 << max(12, (count - 1).bit_length())
         key = axis, length, like.device, like.dtype
@@ -177,7 +178,10 @@ def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
 
 
 def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
-    """Add up the sums of all lines of each gradient; return one list of totals per gradient."""
+    """Add up the random sums of each gradient's lines; return one list of totals per gradient.
+
+    A line is a row of the matrix that a gradient is reshaped to.
+    """
     # all sums are copied to the host together
     lines = torch.cat([each.lines for each in sums]).cpu().numpy()
     counts = [count for each in sums for count in each.counts]

@@ -171,9 +171,9 @@ class _Comparison:
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """Return whether the gradients agree once a possible cause of the difference is left out.
+        """Return whether the gradients agree in a variant of the computations.
 
-        `change` is the variant of the computations without that cause.
+        `change` is the variant, which avoids one possible cause of the difference.
         """
         wanted = self._reference
         if change.reference is not None:

@@ -406,8 +406,8 @@ def _from_first(own: Value) -> Value:
 def _agree(fault: str, remedy: str) -> None:
     """Raise RequestError on every rank if rank 0 has failed.
 
-    Every rank has to call this. `fault` is rank 0's error message, or "" if it hasn't failed. The
-    values of other ranks are ignored.
+    Every rank has to call this. `fault` is rank 0's error message, or "" if it hasn't failed. On
+    other ranks, `fault` is ignored. `remedy` is the error's advice to the user.
     """
     if found := _from_first(fault):
         raise RequestError(found, remedy)
@@ -476,7 +476,7 @@ def _read_optimizer(
 ) -> dict[str, Any]:
     """Read an optimizer's state dict, with this rank's parts of the states, from a checkpoint.
 
-    `own` is what evener has written into the checkpoint's index.
+    `own` is the part of the checkpoint's index that evener wrote.
     """
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
@@ -529,7 +529,7 @@ class _Reader:
         self.fault = ""
 
     def open(self, sharded: AnyModel, model: Any, optimizer: Any) -> dict[str, Any]:
-        """Read and check a checkpoint's index, and return what evener has written into the index.
+        """Read and check a checkpoint's index, and return the part of the index that evener wrote.
 
         Raises RequestError on every rank if the checkpoint doesn't fit the model or the optimizer.
         """

@@ -26,8 +26,8 @@ Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradient
 class PassRecord:
     """The collectives of a forward and backward pass, and the outputs of its forward pass.
 
-    A rank without rows repeats them, so that it doesn't have to run the model. It can only do so
-    for inputs that have the same shapes as in the recorded pass.
+    A rank without rows repeats these collectives instead of running the model. It can only do so if
+    its inputs have the same shapes as in the recorded pass.
     """
 
     def __init__(self, shapes: tuple[Any, ...]) -> None:

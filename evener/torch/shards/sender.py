@@ -204,9 +204,10 @@ def bound_received(ranks: int) -> float:
 
 
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
-    """Return whether each rank receives few enough gradients to save memory.
+    """Return whether a GradientSender needs less memory than a reduction in float32.
 
-    `ranges` has the start and stop of each rank's elements.
+    It needs more if a rank receives too many gradients from the others. `ranges` has the start and
+    stop of each rank's elements.
     """
     # a rank receives the gradients of its range from each other rank
     largest = max(stop - start for start, stop in ranges)
@@ -234,7 +235,7 @@ def _find_copies(
     pieces: Sequence[Sequence[DtypeRange]],
     parts: dict[int, torch.Tensor],
 ) -> list[GradientCopy]:
-    """Return the copies that put a parameter's gradient into the parts of the ranks.
+    """Return where to copy a parameter's gradient, or slices of it, in the send buffer.
 
     `position` is the parameter's index in the list of slots, `pieces` has the dtype ranges of each
     rank's part, and `parts` has the memory of each part, by rank.

@@ -160,8 +160,8 @@ class Sharded:
     def has_any(self, parameters: set[int]) -> bool:
         """Raise a RequestError if any of these parameters is sharded, else return False.
 
-        Another object calls this when it is about to sum the gradients of the parameters.
-        `parameters` has their ids.
+        An object that is about to sum the parameters' gradients calls this, because gradients of
+        sharded parameters are already summed here. `parameters` has the ids of the parameters.
         """
         if not parameters.isdisjoint(map(id, self.parameters)):
             raise RequestError(

@@ -184,9 +184,9 @@ def choose_dtype(slot: Slot, dtype: Any, autocast_dtype: Any) -> Any:
 
 
 def is_lookup(module: Any) -> bool:
-    """Return whether a module is an Embedding whose backward pass doesn't need the weight.
+    """Return whether a module is an Embedding that doesn't need its weight in the backward pass.
 
-    With `max_norm`, an Embedding needs it.
+    An Embedding with `max_norm` does need it.
     """
     return type(module) is torch.nn.Embedding and module.max_norm is None
 

@@ -1,4 +1,4 @@
-"""Find out which batch a forward pass computes, to know the gradient weights of the batch."""
+"""Track which batch each forward pass belongs to, so that its gradients get the right weights."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ class BatchTracker:
         self._only = taken if len(self._epochs) == 1 and follows else None
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Record a batch of a loop without evener's loader, given the row count of each rank."""
+        """Record that a loop that doesn't use evener's loader begins a batch.
+
+        `sizes` has the row count of each rank.
+        """
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
 
@@ -125,7 +128,7 @@ class BatchTracker:
             self.last = self.current or self.last
 
     def is_training(self) -> bool:
-        """Return whether a batch of a training loop may still be computed."""
+        """Return whether the model might still get a batch of a training loop."""
         return any(epoch.training and epoch.may_be_computed() for epoch in self._epochs)
 
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
@@ -203,10 +206,10 @@ def _list_training(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epoch_count: int) -> bool:
-    """Return whether it doesn't matter which of some possible batches is computed.
+    """Return whether gradients get the same weights, whichever of the possible batches is computed.
 
-    It doesn't if all of them, and the batches after them, give ranks the same weights.
-    `epoch_count` is the number of loops that the possible batches may be from.
+    The batches after them have to give the same weights, too. `epoch_count` is the number of loops
+    that the possible batches may be from.
     """
     newest = possible[-1]
     one_each = len(possible) == epoch_count or newest.origin.tail is None
@@ -214,9 +217,10 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epoch_count: int) -> bo
 
 
 def _may_be_computed(epoch: Epoch, ended: Epoch) -> bool:
-    """Return whether a batch of the loop `epoch` may still be computed, now that `ended` is over.
+    """Return whether the user's script might still compute a batch of `epoch`, a loop that is over.
 
-    `ended` may be the same loop.
+    The result is False for a validation loop. `ended` is the loop that has just ended; it may be
+    `epoch` itself.
     """
     # `epoch` is the loop that has just ended, or its newest batch is still in use
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))

@@ -88,10 +88,10 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return the rows of this part that `turn`, a pass in the queue, computes.
+        """Return a Part with only the rows that the pass `turn` computes.
 
-        They are returned as a new Part, or as this part itself if the pass computes all of its
-        rows.
+        `turn` is a pass in the queue. If it computes all rows of this part, the part itself is
+        returned.
         """
         # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:

@@ -144,7 +144,7 @@ class Recovery:
         self.limit.begin_batch(self._bytes_of_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Save the state that a pass may change, and return the pass with it.
+        """Save the state that a pass may change, and return a RunningPass with the saved state.
 
         This is called right before the pass is computed.
         """
@@ -203,8 +203,8 @@ class Recovery:
     def look_for_collectives(self, running: RunningPass) -> None:
         """Check whether the user's loop has communicated with other ranks during a pass.
 
-        If it has, and the pass has only some of the rows of a pass that ran out of memory, this
-        raises DeviceError: the ranks would run different numbers of collectives.
+        Raises DeviceError if it has, and if the pass is a smaller one, run because memory ran out.
+        This rank would then run a different number of collectives than the other ranks.
         """
         # ranks would then run different numbers of collectives
         if not running.has_used_collectives():

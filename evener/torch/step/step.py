@@ -58,9 +58,9 @@ from .unowned import UNOWNED
 
 @dataclass
 class LoaderSteps(StepListener):
-    """Listener of a loader that times, weights and audits each step of the training run.
+    """Times, weights and audits each step of the training run.
 
-    `trains` is False for validation loaders.
+    A loader notifies this object of its steps. `trains` is False for validation loaders.
     """
 
     training: Any

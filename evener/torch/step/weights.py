@@ -164,7 +164,10 @@ class BatchWeights(BatchTracker):
         return gradient_weight(sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Detect whether padding varies, by comparing the shape of rows between batches."""
+        """Detect whether the padded length varies, given the next batch.
+
+        The shape of its rows is compared with that of the previous batch's rows.
+        """
         shape = next((tuple(tensor.shape[1:]) for tensor in tensors_in(batch) if tensor.ndim), None)
         if shape is None or self.lengths_vary:
             return
@@ -260,11 +263,11 @@ class BatchWeights(BatchTracker):
     def _begin_backward(
         self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any
     ) -> None:
-        """Set the weight of a model's gradients when a backward pass begins.
+        """Set the weight of a model's gradients when a backward pass reaches the model's outputs.
 
-        `batch` is what `forward` returned. `before` is the batch that the same backward pass
-        reached earlier, or `batch` itself if this is the first one. Raises RequestError if batches
-        with different weights are mixed, or if the loss wasn't scaled.
+        `batch` is the result of `forward` for these outputs. `before` is the batch of the outputs
+        that the same backward pass reached before, or `batch` itself if there were none. Raises
+        RequestError if batches with different weights are mixed, or if the loss wasn't scaled.
         """
         if isinstance(batch, RequestError):
             raise batch
@@ -291,8 +294,8 @@ class BatchWeights(BatchTracker):
     def begin_parts(self, batch: Any) -> TakenBatch:
         """Start to compute a batch in parts, and return the loader's batch that it comes from.
 
-        Raises RequestError if another batch is being computed in parts, under Lightning, or if no
-        loader has yielded the batch.
+        Raises RequestError if no loader has yielded the batch, if another batch is being computed
+        in parts, or if a library's trainer, such as Lightning's, runs the passes.
         """
         self.refuse_in_parts("parts")
         if self.weigh == "trainer":
@@ -456,10 +459,10 @@ class BatchWeights(BatchTracker):
         return scaled
 
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Return the initial gradients of a backward pass, weighted as `scale` weights a loss.
+        """Multiply the initial gradients of a backward pass by the same factor as `scale`.
 
-        `gradients` has the initial gradient of each loss; None means ones. Each is multiplied by
-        this rank's weight and by the number of ranks.
+        The factor is this rank's weight times the number of ranks. `gradients` has the initial
+        gradient of each loss; None means ones. Return the products.
         """
         weight = self.shares.world * self.weight
         made = []

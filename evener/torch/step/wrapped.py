@@ -319,10 +319,10 @@ def _class_names(model: Any) -> set[str]:
 
 
 def check_not_inside_ddp() -> None:
-    """Raise a RequestError if a forward pass of a DistributedDataParallel is running.
+    """Raise a RequestError if the forward pass of a DistributedDataParallel is running.
 
-    Wrapped models are checked before each forward pass, because a surrounding
-    DistributedDataParallel would all-reduce their gradients a second time.
+    This is called before each forward pass of a wrapped model. If that model were inside a
+    DistributedDataParallel, its gradients would be all-reduced twice.
     """
     if is_in_ddp_forward():
         raise RequestError(

@@ -98,8 +98,8 @@ class Bucket:
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
         """Fill the bucket with weighted gradients and flags, and make each `.grad` a view of it.
 
-        This is for gradients that aren't views of the bucket yet. `flags` also has the values at
-        the end of the bucket, which ranks compare.
+        This is for gradients that aren't views of the bucket yet. `flags` also contains the
+        tail, the values at the end of the bucket that ranks compare.
         """
         # calls as few functions of PyTorch as possible
         if self._fuses and weight not in (0.0, 1.0):
@@ -216,9 +216,10 @@ class Bucket:
             self._held_views[index].zero_()
 
     def _make_flags(self, batch_number: int, has_weight: bool) -> torch.Tensor:
-        """Return the values that follow the gradients: a flag for each parameter, and the tail.
+        """Return the values to store after the gradients: a flag for each parameter, then the tail.
 
-        `has_weight` is False if this rank's weight is 0.
+        The tail has values that ranks compare, such as `batch_number`. `has_weight` is False if
+        this rank's weight is 0.
         """
         key = (batch_number, has_weight, *self._absent)
         if key not in self._patterns:

@@ -1,4 +1,4 @@
-"""Collectives on values of all ranks, and a count of those that the user's script starts."""
+"""Collective operations, and a counter of the collectives that the user's script starts."""
 
 from __future__ import annotations
 

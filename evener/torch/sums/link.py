@@ -101,7 +101,8 @@ def check_sums(
 ) -> str:
     """All-reduce known values, and return a description of wrong sums, or "" if all are right.
 
-    `add_up` runs the all-reduce, and `size` is the number of values.
+    `add_up` runs the all-reduce in place, and `size` is the number of values. `rank` and `members`,
+    the ranks that take part, are global ranks.
     """
     # each rank sends a different pattern, whose sums are exact in float32
     numbers = torch.arange(size, device=device)

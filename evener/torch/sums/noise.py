@@ -22,7 +22,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class RankNoise:
-    """Measures the gradient noise scale in one of `every` training steps.
+    """Measures the gradient noise scale once per `every` training steps.
 
     It compares the norms of each rank's gradients with the norm of their sum. The noise scale is a
     number of rows.
@@ -151,9 +151,9 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error to raise if the noise scale can't be measured.
+    """Return the error to raise if the noise scale is requested but can't be measured.
 
-    It can't if another library, named `library`, sums the gradients.
+    The reason is that another library, named `library`, sums the gradients.
     """
     # the noise scale compares the ranks' gradients; only the library sees them before their sum
     return RequestError(
