@@ -165,7 +165,8 @@ class EvenerApp(BaseApp):
     async def on_event(self, event: Event) -> None:
         """Handle a key press completely before the next one.
 
-        Textual would only queue it in the widgets, and text typed right after it could go astray.
+        Textual would only queue it, and what the user types right after it could end up in the
+        wrong field.
         """
         # Textual passes a key through the widgets first, and runs the binding of a key such as Tab
         # or Ctrl-U only when the widgets haven't handled the key. By then, text typed right after

@@ -336,7 +336,10 @@ class BaseApp(App[int]):
             )
 
     def replay(self, record: JournalContents, speed: float = 8.0) -> None:
-        """Replay a recorded run, `speed` times as fast as it ran, unless a search is running."""
+        """Replay a recorded run `speed` times as fast as it ran.
+
+        If a search is running, this only shows a warning.
+        """
         from evener.balancer.store.runs import EventReplay, recorded_events
 
         if self.is_searching:

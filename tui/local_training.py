@@ -18,7 +18,7 @@ TAIL_BYTES = 64 << 10  # bytes at the end of the log that are read for its last 
 
 
 class LocalTraining:
-    """A training run that was started here, in a separate process that outlives the app.
+    """A training run that the app has started in a separate process, which outlives the app.
 
     The process runs `evener` with `arguments`, and its output is appended to the file `log`. Raises
     RequestError if that file can't be written.
@@ -47,7 +47,10 @@ class LocalTraining:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, negative after a signal, or None while the process is running."""
+        """The exit code, or None while the process is running.
+
+        If a signal ended the process, this is the negative number of the signal.
+        """
         return self._process.poll()
 
     @property

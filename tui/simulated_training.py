@@ -30,7 +30,7 @@ STEPS_SHOWN = 8  # number of last steps shown, each a copy of the newest
 
 
 class TrainingSource(SimulatedSource):
-    """Simulated devices that can train with a plan, and report this as a real training run does.
+    """Simulated devices, and a simulated training run on them that reports like a real one.
 
     In each period of 70 seconds, the first device is hot for 35 seconds and loses 30 % of its
     speed. Rows then move to the other device, just as in `evener run`. `clock` returns monotonic
@@ -135,7 +135,7 @@ class TrainingSource(SimulatedSource):
 
 
 def _heat(sample: DeviceSample) -> DeviceSample:
-    """Return a reading with the temperature, clock and throttling of a hot device."""
+    """Return a copy of a reading with the temperature, clock and throttling of a hot device."""
     clock_mhz = value(round((1 - SLOWED) * (sample.clock_mhz.current or 0.0)))
     held = {
         "throttled_percent": value(100 * SLOWED),

@@ -77,7 +77,7 @@ def _as_json(device: Device) -> dict[str, Any]:
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
     """Check this machine, or the Ray cluster if `devices` names hosts.
 
-    Returns the checks, and the names of the devices as text. Raises RequestError or DeviceError if
+    Returns the checks, and a string that names the devices. Raises RequestError or DeviceError if
     the devices are unavailable.
     """
     if parse_request(devices)[0].host is None:

@@ -130,7 +130,7 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.active and state.finished is None
 
     def _can_begin_again(self, action: str) -> bool:
-        """Return whether the user can go on after a search or replay.
+        """Return whether `action` is possible after a search or replay.
 
         The action "new" begins another search. Any other action continues the run that has ended.
         """

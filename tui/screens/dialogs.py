@@ -63,9 +63,10 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
 
 
 class DetailsDialog(Dialog[None]):
-    """Dialog with text that scrolls and is redrawn at each reading of the devices.
+    """Dialog with scrolling text, which is redrawn at each reading of the devices.
 
-    `draw` returns the lines for a width in cells. A wide dialog has up to 116 cells, others 72.
+    `draw` gets a width in cells and returns the lines. The dialog is up to 72 cells wide, or up to
+    116 cells if `wide` is set.
     """
 
     def __init__(

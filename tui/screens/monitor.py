@@ -206,7 +206,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is possible now.
 
-        Signals need a process in the list, and an app that isn't read-only.
+        Signals can't be sent if the app is read-only or no process is listed.
         """
         if action == "signal":
             panel = self.query(ProcessPanel)
@@ -264,7 +264,7 @@ class DevicePanel(ListPanel[PanelRow]):
         self.entitle(subtitle=f"read every {publisher.interval_seconds:g} s")
 
     def grid(self) -> Grid[PanelRow]:
-        """Return the columns that the user hasn't hidden."""
+        """Return the definitions of the columns that the user hasn't hidden."""
         hidden = {*self.evener.settings.hidden_columns}
         if self.has_graphs:
             hidden.add("history")
@@ -313,7 +313,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         )
 
     def grid(self) -> Grid[ProcessRow]:
-        """Return the columns, and the text to show if the table is empty."""
+        """Return the column definitions, and the text to show if the table is empty."""
         return PROCESSES._replace(
             nothing="No process matches the filter." if self.words else self._nothing
         )

@@ -56,7 +56,7 @@ class RunPanel(SortedPanel[RunSummary]):
         super().set_data(rows)
 
     def grid(self) -> Grid[RunSummary]:
-        """Return the columns, and the text to show if the table is empty."""
+        """Return the column definitions, and the text to show if the table is empty."""
         return Grid(RUN_COLUMNS, "No run matches." if self.words else NO_RUN)
 
 

@@ -194,7 +194,7 @@ class TrainingPanel(ListPanel[TrainingRow]):
         return row.key
 
     def grid(self) -> Grid[TrainingRow]:
-        """Return the columns."""
+        """Return the column definitions of the table."""
         return TRAININGS
 
     def redraw(self) -> None:
@@ -220,7 +220,7 @@ class RankPanel(ListPanel[RankRow]):
         self.redraw()
 
     def grid(self) -> Grid[RankRow]:
-        """Return the columns that these ranks have values for."""
+        """Return the column definitions of the table. The bars are full at the longest step."""
         return rank_grid(self.rows)
 
     def redraw(self) -> None:

@@ -102,7 +102,7 @@ class _Handler(WSGIRequestHandler):
     timeout = REQUEST_SECONDS  # seconds without receiving a byte
 
     def log_message(self, *_: object) -> None:
-        """Log nothing."""
+        """Do nothing, so that requests aren't logged."""
 
 
 class _Server4(ThreadingWSGIServer):

@@ -63,21 +63,21 @@ class _Axes:
         self.top = 1.04 * max(speeds, default=1.0)
 
     def x(self, batch: float) -> float:
-        """Return the horizontal position of a batch size."""
+        """Return the horizontal position of a batch size in pixels."""
         part = math.log(max(batch, self.low) / self.low) / math.log(self.high / self.low)
         return LEFT + (WIDE - LEFT - RIGHT) * min(1.0, part)
 
     def y(self, speed: float) -> float:
-        """Return the vertical position of a speed in samples/s."""
+        """Return the vertical position of a speed, given in samples/s, in pixels."""
         return ABOVE + (HIGH - ABOVE - BELOW) * (1 - speed / self.top)
 
 
 def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
     """Return an SVG chart of each device's samples/s at each batch size.
 
-    A dashed line shows the fastest layout at each batch size. Its points, `frontier`, are tuples
-    (batch size, samples/s, worth). The worth is the samples/s that small batches would need to
-    learn equally fast.
+    The points of `frontier` are tuples (batch size, samples/s, worth) for the fastest layout at
+    each batch size. One dashed line shows its samples/s, and another one its worth: the samples/s
+    that small batches would need to learn equally fast.
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]

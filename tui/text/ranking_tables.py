@@ -124,7 +124,7 @@ def describe_gain(ranked: RankedLayout, winner: RankedLayout) -> str:
 
 
 def packing_tables(report: SearchReport) -> list[Table]:
-    """Return a table for each way to run several training runs at the same time on one device."""
+    """Return a table for each way of sharing a device between several training runs."""
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
     packs = report.packings
     return [

@@ -174,8 +174,8 @@ def outcome_name(observation: Observation) -> str:
 def share_text(layout: Layout, device: int) -> str:
     """Say how many rows a device gets per step.
 
-    If the device accumulates gradients over several passes, the string also has the rows per pass.
-    A device without rows only holds a part of the model's state.
+    If the device accumulates gradients over several passes, the rows per pass follow. If the device
+    gets no rows, say that it only holds a part of the model's state.
     """
     if not layout.shares[device]:
         return STATE_ONLY
@@ -186,7 +186,7 @@ def share_text(layout: Layout, device: int) -> str:
 def layout_text(layout: Layout, labels: Sequence[str], max_parts: int = 8) -> str:
     """Describe a layout by its devices, their shares and its options.
 
-    If there are more than `max_parts` of these, the last ones are only counted.
+    If there are more than `max_parts` of these, the description ends with, say, "and 3 more".
     """
     words = [f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
@@ -333,7 +333,7 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
 def format_device_share(share: Share) -> str:
     """Say how many rows a device gets, as in the table of shares.
 
-    A device without rows is left out, or holds only a part of the model's state.
+    If it gets none, say that it is left out or that it only holds a part of the model's state.
     """
     if share.batch:
         return write_share(share.batch, share.micro)
@@ -341,7 +341,7 @@ def format_device_share(share: Share) -> str:
 
 
 def _explain_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
-    """Explain the table's column "alone", which has the samples/s of each device by itself.
+    """Explain the table's column "alone", which has each device's samples/s when it trains alone.
 
     `solos` maps the position of a device to its measurement in that column.
     """
@@ -379,7 +379,8 @@ def _explain_faster_alone(plan: Plan, solos: dict[int, Evidence], labels: Sequen
 def _find_reason(plan: Plan, position: int, solo: Evidence, batch: int) -> str:
     """Return why the plan isn't compared with a device that was faster alone.
 
-    `batch` is the global batch of the device that the plan is compared with.
+    `position` is the position of that device, and `solo` its measurement. `batch` is the global
+    batch of the device that the plan is compared with.
     """
     if solo.layout.global_batch != batch:
         return f"faster with another batch than the {batch} samples that are compared"
@@ -394,8 +395,8 @@ def _find_reason(plan: Plan, position: int, solo: Evidence, batch: int) -> str:
 def frontier_table(verdict: Verdict | None) -> Table:
     """Return a table of the samples/s at each batch size, and what that speed is worth in learning.
 
-    Its worth is the samples/s at which small batches would learn equally fast. The table is empty
-    if the gradient noise scale is unknown.
+    The worth is the samples/s at which training with small batches would learn equally fast. The
+    table is empty if the gradient noise scale is unknown.
     """
     learning = verdict.learning if verdict is not None else None
     frontier = learning.frontier if learning is not None else ()

@@ -26,7 +26,8 @@ class Alert(NamedTuple):
     """A problem with a device or training run that has lasted long enough to report.
 
     - `kind`: "hot", "throttled", "idle", "silent" or "below plan".
-    - `about`: the device's key, or the training run's id; without an id, "pid " and its process id.
+    - `about`: the key of the device or the id of the training run; for a run without an id, "pid "
+      followed by its process id.
     - `label`: the name to show for the device or training run.
     - `at_seconds`: when it was raised, in Unix seconds.
     """

@@ -110,7 +110,7 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
     """Return the legend of the share bar: each device's rows and percentage.
 
-    With more than 8 devices, percentages are omitted, and idle devices are only counted.
+    With more than 8 devices, percentages are omitted, and idle devices are counted but not named.
     """
     devices = range(len(layout.shares))
     detailed = len(devices) <= DETAILED_SHARES
@@ -240,8 +240,8 @@ def _rival_line(
 def format_gain_of(best: RatedLayout, rated: RatedLayout) -> str:
     """Return the gain of the best layout over another one, such as "plan +20 %" or "turns +3 %".
 
-    "plan" or "best" is the name of the best layout. "turns" replaces it if the two layouts were
-    measured alternately.
+    It begins with "turns" if the two layouts were measured alternately. Otherwise it begins with
+    "plan" or "best", the name of the best layout.
     """
     gain = gain_text(best, rated)
     if not gain.startswith(("+", "-")):

@@ -71,7 +71,10 @@ def to_ascii(text: str) -> str:
 
 
 def _ascii_character(character: str) -> str:
-    """Return the base letter of an accented letter; for other characters, "?" for each cell."""
+    """Return a replacement for a character: its base letter if that is ASCII, as for "é".
+
+    ASCII characters stay as they are. All others become a "?" for each cell that they take.
+    """
     if character.isascii():
         return character
     letter = unicodedata.normalize("NFKD", character)[0]
@@ -279,7 +282,7 @@ def text_lines(
 
 
 def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
-    """Cut lines to `height`. If some are left out, `hint` is the last line."""
+    """Keep at most `height` lines. If some don't fit, `hint` replaces the last line that would."""
     if len(lines) <= height:
         return tuple(lines)
     kept = tuple(lines[: max(0, height - 1)])

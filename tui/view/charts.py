@@ -88,8 +88,8 @@ def reading_text(
 ) -> tuple[str, bool]:
     """Return the text of a reading, and whether it is a current value.
 
-    A missing value becomes a word or a mark. An old value has "~" in front; if both don't fit in
-    `width` cells, the text is only "~".
+    A missing value becomes a word or a mark. An old value gets "~" in front of it, or is replaced
+    with "~" if there isn't room for both in `width` cells.
     """
     if reading.current is not None:
         return format_value(reading.current), True
@@ -211,7 +211,7 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, max_steps: int) -> int:
-    """Return how many of the `max_steps` steps in a graph's column to fill for a value.
+    """Return how far to fill a column of a graph for a value, in steps from 0 to `max_steps`.
 
     The column is full at `highest`. A finite value fills at least one step, and None fills none.
     """

@@ -56,8 +56,8 @@ def _make_series(
 ) -> Series:
     """Return the points and the predicted curve for a group of equally fast devices.
 
-    `measured` maps (device, batch, samples/s) of a point to the number of its measurement and the
-    measurement, which are shown when the cursor is on the point.
+    `measured` maps a point, as (device, batch, samples/s), to the number of its measurement and to
+    the measurement itself. Both are shown when the cursor is on the point.
     """
     first = group[0]
     points = [
@@ -97,7 +97,10 @@ def _point(device: int, batch: int, speed: float, seen: tuple[int, Timed] | None
 
 
 def _index_by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Timed]]:
-    """Return each measurement of a single device with its number, by (device, batch, samples/s)."""
+    """Return the measurements of single devices, to look them up by a point of the chart.
+
+    The keys are (device, batch, samples/s), and the values are (number, measurement).
+    """
     found = {}
     before = state.probes - len(state.seen)
     for number, entry in enumerate(state.seen, start=before + 1):
@@ -113,9 +116,10 @@ def _index_by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[i
 def _mark_failed_batches(
     state: SessionState, charted_curves: Sequence[ChartedCurve]
 ) -> tuple[Zone, ...]:
-    """Return the zones of the chart for batch sizes that ran out of memory.
+    """Return zones that mark the batch sizes at which a device ran out of memory.
 
-    Everything from the largest of these batch sizes on is one zone, and each smaller one is a line.
+    The largest of them is the left edge of a hatched zone without a right edge. Each smaller one is
+    marked with a vertical line.
     """
     # From the largest of these batch sizes on, the chart is hatched.
     failed = [

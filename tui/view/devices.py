@@ -96,7 +96,7 @@ def group_rows(rows: Sequence[DeviceRow], folded_hosts: Collection[str]) -> tupl
 
 
 def draw_host(row: HostRow, width: int, has_cursor: bool) -> Line:
-    """Draw a host's row with the totals of its devices or, if all are lost, the reason."""
+    """Draw a host's row with the totals of its devices, or with the reason if all are lost."""
     count = len(row.rows)
     head = (
         Span(f" {Mark.FOLDED if row.folded else Mark.DESCENDING} ", "dim"),
@@ -208,7 +208,10 @@ def _has_work(row: PanelRow) -> bool:
 
 
 def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return a function that picks the tone for used memory in bytes: a warning from 98 % on."""
+    """Return a function that picks the tone for a device's used memory in bytes.
+
+    The tone is a warning if at least 98 % of the device's memory is used.
+    """
     most = sample.memory_total_bytes.value
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
 

@@ -352,7 +352,7 @@ def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
 
 
 def read_out_line(chart: Chart, width: int) -> Line:
-    """Return a line with the values at the cursor, or with a hint about how to move it."""
+    """Return a line with the values at the cursor or, without any, a hint about the cursor keys."""
     found = chart.read_out()
     if not found:
         hint = "← → read the points" if chart.stops() else ""

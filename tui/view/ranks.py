@@ -277,7 +277,11 @@ def _waiting_for_it(others_wait: bool) -> str:
 
 
 def _silence_kind(row: RankRow) -> str:
-    """Return the `Cause.kind` of a silent rank: the limit that fits its phase, or `SILENT`."""
+    """Return the `Cause.kind` for a silent rank.
+
+    This is the limit `INPUT` or `BETWEEN` if the rank fell silent in the input phase or between
+    steps, and `SILENT` otherwise.
+    """
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
 

@@ -35,7 +35,7 @@ class ComparedFact(NamedTuple):
 
 
 def compare_runs(first_run: StoredRun, second_run: StoredRun) -> list[ComparedFact]:
-    """Return the properties of two runs, with those of their plans if both have one."""
+    """Compare the properties of two runs, and those of their plans if both runs have one."""
     found = list(_compare_requests(first_run, second_run))
     if first_run.plan is not None and second_run.plan is not None:
         found += _compare_plans(first_run.plan, second_run.plan)

@@ -135,7 +135,7 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw a device's highest samples/s when it trains alone, and the rows per step for it.
+    """Draw a device's best speed alone, in samples/s, and the rows per step that reached it.
 
     If there is room, a bar comes first, which is full for the fastest device.
     """
@@ -155,7 +155,7 @@ def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
-    """Return a device's highest samples/s when it trains alone, and the rows per step for it."""
+    """Return a device's best speed alone, in samples/s, and the rows per step that reached it."""
     solo = best_solo(state, device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)

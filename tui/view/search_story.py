@@ -210,7 +210,10 @@ def best_chart(state: SessionState) -> Chart:
 def _best_series(
     state: SessionState, label: str, tone: Tone, points: Sequence[BestPoint], end: float
 ) -> Series:
-    """Return the highest samples/s over time as a stepped curve that ends at the time `end`."""
+    """Return a stepped curve of the highest samples/s over time.
+
+    The curve ends at `end`, in seconds since the search began.
+    """
     steps: list[tuple[float, float]] = []
     for place, each in enumerate(points):
         until = points[place + 1].at_seconds if place + 1 < len(points) else end

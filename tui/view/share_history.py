@@ -49,7 +49,7 @@ def share_lines(
 def _draw_lanes(
     rows: Sequence[RankRow], changes: Sequence[ShareChange], change_cells: Sequence[int], room: int
 ) -> Iterator[tuple[Span, ...]]:
-    """Yield a line for each rank that draws its shares over time.
+    """For each rank, yield a line that draws its shares over time.
 
     `change_cells` has the cell at which each change of shares is drawn.
     """

@@ -1,6 +1,6 @@
 """Bars that show how the time of a training step is spent.
 
-In a step, a rank waits for input, computes its own work, waits for other ranks, exchanges
+In a step, a rank waits for input, does its own computations, waits for other ranks, exchanges
 gradients, and does the work between steps. There are bars for the mean step of a rank, and for its
 last steps.
 """
@@ -39,7 +39,7 @@ LEAST_WITH_GAP = 4  # steps that are at least this wide are followed by a blank
 
 
 def legend_line(width: int, has_ended: bool = False) -> Line:
-    """Return the legend of the bars' parts, which is dim if the training run has ended."""
+    """Return the legend of the bars' parts. It is dim if the training run has ended."""
     spans: list[Span] = []
     for part in PARTS:
         tone: Tone = "dim" if has_ended else part.tone

@@ -173,10 +173,10 @@ def table_row(
 
 
 def window(count: int, cursor: int, height: int, top: int) -> int:
-    """Return the first visible row of a table, so that the row under the cursor is visible.
+    """Return the index of the first row to show in a table that scrolls.
 
-    It is `top`, the first visible row so far, unless the cursor would be hidden. The table has
-    `count` rows, and `height` of them fit.
+    This is `top`, the first visible row so far, unless the cursor would be hidden or lines would be
+    left empty below the last row. The table has `count` rows, and `height` of them fit.
     """
     if height <= 0 or count <= height:
         return 0

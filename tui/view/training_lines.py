@@ -422,7 +422,10 @@ def _format_rate(row: TrainingRow) -> str:
 
 
 def _format_step_time(row: TrainingRow) -> str:
-    """Say how long a step takes, with its spread, and the time for input and between steps."""
+    """Say how long a step takes and how much that varies.
+
+    If they are known, the time spent on input and the time between steps follow.
+    """
     spread = f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
     parts = {"of it for input": row.input_s, "between steps": row.between_s}
     spent = "".join(

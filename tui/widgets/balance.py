@@ -51,7 +51,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         self._samples: Sequence[DeviceSample | None] = ()
 
     def grid(self) -> Grid[SearchDeviceRow]:
-        """Return the table's columns."""
+        """Return the column definitions of the table."""
         return SEARCH_DEVICES
 
     def set_data(
@@ -80,7 +80,7 @@ class LogPanel(ListPanel[LogRow]):
         self._seen: tuple[ObservationEntry, ...] = ()
 
     def grid(self) -> Grid[LogRow]:
-        """Return the table's columns."""
+        """Return the column definitions of the table."""
         return LOG
 
     def identity(self, row: LogRow) -> int:
@@ -88,7 +88,7 @@ class LogPanel(ListPanel[LogRow]):
         return row.number
 
     def set_data(self, state: SessionState) -> None:
-        """Show the measurements. If the cursor is on the newest one, it moves on to newer ones."""
+        """Show the measurements. A cursor on the newest measurement moves on to each newer one."""
         if state.seen is not self._seen:
             self._seen = state.seen
             follows = self.cursor == 0
@@ -215,7 +215,10 @@ class BalanceView(UsesApp, Widget):
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
     def _fact_rows(self, width: int, frame: int, is_narrow: bool) -> int:
-        """Return the height of the shares and compared layouts in lines; 0 hides these panels."""
+        """Return the height in lines of the panels with the shares and the compared layouts.
+
+        The panels are side by side and equally high. 0 hides them.
+        """
         # They are hidden as long as there is nothing to compare, and after the search, because the
         # result contains them. A narrow terminal shows only the compared layouts.
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:

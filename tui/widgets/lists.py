@@ -84,7 +84,7 @@ class ListPanel(Lines, Generic[RowT]):
         self.post_message(self.Moved())
 
     def grid(self) -> Grid[RowT]:
-        """Return the table's columns; subclasses implement it."""
+        """Return the column definitions of the table; subclasses implement it."""
         raise NotImplementedError
 
     def redraw(self) -> None:
@@ -123,7 +123,7 @@ class ListPanel(Lines, Generic[RowT]):
         self.action_move(pages * max(1, self.size.height - self.HEADING_ROWS))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is possible. A row is needed to mark it or open its details."""
+        """Return whether an action is possible. An empty table has no row to mark or open."""
         if action == "tag":
             return bool(self.count)
         return action != "open" or bool(self.OPEN and self.count)

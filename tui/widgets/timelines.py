@@ -87,7 +87,10 @@ class TimelinePanel(Lines):
         return TickWindow(self._plan.graph, per_dot, self.evener.publisher.ticks, stretch)
 
     def step(self, cells: int) -> None:
-        """Move the time cursor by some cells. If it is hidden, show it at the newest reading."""
+        """Move the time cursor by `cells`, to the left if negative.
+
+        If the cursor is hidden, show it at the newest reading instead.
+        """
         window = self._window()
         if window is None:
             return
