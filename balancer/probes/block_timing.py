@@ -81,7 +81,7 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def step_seconds(self) -> float:
-        """Mean time of a step."""
+        """Mean time of a step, in seconds."""
         return self.wall_seconds / self.steps
 
     @property

@@ -98,7 +98,7 @@ class ProgressReporter:
     def report_stop(self, stack: Stack, note: str) -> None:
         """Report that the probe was stopped, and at which line of the user's code.
 
-        `stack` has this line, and `note` is appended to it.
+        `stack` contains that line. `note` is appended to the line in the report.
         """
         at = time.monotonic()
         phase = stack.step if self.phase == "building" else self.phase

@@ -2,8 +2,8 @@
 
 A model with a billion parameters takes 20 s to build. The copy is made before the model is moved to
 a device. Processes forked from it share its memory until they write to it, and start within a
-moment. No copy is made if the build was quick, or if it left something that a fork doesn't survive
-(`forkable.py`).
+moment. No copy is made if the build was quick, or if it left something behind that doesn't survive
+a fork (`forkable.py`).
 """
 
 from __future__ import annotations

@@ -97,10 +97,10 @@ class Budget:
         step_seconds: float | None = None,
         reserved: float = 0.0,
     ) -> float:
-        """Return how many seconds a probe should measure, without its warm-up.
+        """Return how many seconds of steps a probe should time, not counting its warm-up.
 
-        If steps are so slow that the probe should time only one, this is half of a step's time,
-        because a probe that is given less time than a step takes runs exactly one step.
+        If steps are so slow that the probe should time only one, the result is at most half of a
+        step's time. A probe that is given less time than a step takes runs exactly one.
 
         - `probes_left`: the number of probes that share the remaining time, including this one.
         - `step_seconds`: the expected step time. If it is None, it is measured or predicted.

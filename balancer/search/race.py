@@ -245,7 +245,7 @@ class Race:
     def _reserved_seconds(self, layout: Layout, stage: Stage) -> float:
         """Return how many seconds to keep for later probes of the comparison.
 
-        They are another probe of this layout and, in the final comparison, a round of the tuning
+        These are another probe of this layout and, in the final comparison, a round of the tuning
         options.
         """
         knobs = self._knobs_seconds if stage == Stage.RACE else 0.0

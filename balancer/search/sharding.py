@@ -90,7 +90,7 @@ class RowDemand(msgspec.Struct, frozen=True):
         return max(0.0, seconds - self.fixed_seconds) / self.row_seconds
 
     def seconds(self, rows: float) -> float:
-        """Return how many seconds a pass of `rows` takes."""
+        """Return how many seconds a pass of this many rows takes."""
         return self.fixed_seconds + self.row_seconds * rows
 
 

@@ -235,9 +235,9 @@ class SoloStage:
     def _even_share(self, device: DeviceModel) -> int:
         """Return how many rows the device gets in equal shares of a requested global batch.
 
-        0 if this share isn't worth measuring: if the device already ran a batch of at least that
-        size, if the share may not fit, if the device has no part in the most promising layout, or
-        if no global batch was requested.
+        0 if no global batch was requested, or if this share isn't worth measuring. It isn't if the
+        device already ran a batch of at least that size, if the share may not fit, or if the device
+        has no part in the most promising layout.
         """
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum

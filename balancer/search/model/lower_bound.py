@@ -104,9 +104,11 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, slope_across: float) -> float:
-    """Return the slope, in seconds per row, that the bound has after `points[right - 1]`.
+    """Return the bound's slope, in seconds per row, after the point `points[right - 1]`.
 
-    `slope_across` is the slope of the line from that point to `points[right]`.
+    It is the same as before that point. Before the first point, it is unknown, and is derived from
+    the points that follow. `slope_across` is the slope of the line from `points[right - 1]` to
+    `points[right]`.
     """
     # the time may continue to rise as before `points[right - 1]`
     if right > 1:
