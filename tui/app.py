@@ -157,7 +157,7 @@ class EvenerApp(BaseApp):
     def refresh_css(self, animate: bool = True) -> None:
         """Apply the stylesheet to all widgets.
 
-        Does nothing while `switch_mode` creates a screen.
+        Does nothing while `switch_mode` creates a screen, which gets the stylesheet anyway.
         """
         if not self._makes_screen:
             super().refresh_css(animate)

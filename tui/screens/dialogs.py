@@ -65,7 +65,7 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
 class DetailsDialog(Dialog[None]):
     """Dialog with scrolling text, which is redrawn at each reading of the devices.
 
-    `draw` gets a width in cells and returns the lines. The dialog is up to 72 cells wide, or up to
+    `draw` gets a width in cells and returns the lines. The text is up to 72 cells wide, or up to
     116 cells if `wide` is set.
     """
 
