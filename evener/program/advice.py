@@ -38,8 +38,8 @@ def advise(optimizer: Any, loader: Any) -> str:
     """Return a message with the lines of code that make the running script train on all devices.
 
     The call stack shows which variables hold the trained models and the data loader, and where the
-    training loop begins. So call this in a step of the script's `optimizer`. `loader` is None if
-    the rows don't come from a `DataLoader`.
+    training loop begins. Therefore, call this during a step of `optimizer`, which is the script's
+    optimizer. `loader` is None if the rows don't come from a `DataLoader`.
     """
     # The code is for PyTorch. The suggested lines keep the global batch, and belong right before
     # the outermost loop. If the model is on a GPU, the first line has to run before the model is

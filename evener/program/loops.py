@@ -190,7 +190,7 @@ class Loop:
         return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
 
     def fetch_few_rows(self) -> FewRows | None:
-        """Fetch a few rows of the current batch again, collated by the script's own function.
+        """Fetch a few rows of the current batch again; collate them with the script's own function.
 
         The result is None if rows can't be divided, if the loader uses PyTorch's own collate
         function, or if the script's function doesn't reproduce the batch.
@@ -358,9 +358,9 @@ class EpochBatches:
 def _draw_own_batches_too(
     batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
 ) -> Iterator[Any]:
-    """Yield `batches`, and draw one batch from the script's own sampler for each.
+    """Yield `batches`, and for each of them draw one batch from the script's own sampler.
 
-    The script's sampler thus advances as in the unchanged script. Raises RequestError if the drawn
+    So the script's sampler advances as in the unchanged script. Raises RequestError if the drawn
     batches differ from `expected`.
     """
     # If they differed, rows would be left out or trained twice.

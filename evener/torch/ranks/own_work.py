@@ -227,9 +227,10 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """Counts and durations of the batches since the last timed one, which have no time stamps."""
+    """Totals for the batches since the last timed one.
 
-    # only their time for files and validation is measured, by the host
+    They have no time stamps, so the host measures only their time for files and validation.
+    """
 
     batches: int = 0
     steps: int = 0  # number of these batches with gradients

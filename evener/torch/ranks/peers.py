@@ -1,4 +1,4 @@
-"""End a rank with an explanation if another rank is lost, so that it doesn't wait forever."""
+"""End a rank with an explanation if another rank is lost; otherwise, it would wait forever."""
 
 from __future__ import annotations
 

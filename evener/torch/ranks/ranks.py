@@ -500,11 +500,10 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the GPUs that the ranks can use, to compare them with the plan's.
+    """Return all GPUs that the ranks can use, to compare them with the plan's.
 
-    The result is None for a plan for CPUs.
+    Without any GPU, the result is `("the CPU",)`. It is None for a plan for CPUs.
     """
-    # without any GPU that the ranks can use, the result has "the CPU"
     if all(map(is_cpu, active)):
         return None
     return tuple(dict.fromkeys(name for info in ranks for name in info.visible)) or ("the CPU",)
