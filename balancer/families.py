@@ -233,7 +233,10 @@ class EvenFamily(Family):
         return view.even_splits
 
     def title(self, layout: Layout, devices: int, is_second: bool = False) -> str:
-        """Return "equal shares" or, if some devices have none, "equal shares over 2"."""
+        """Return "equal shares" or, if only some devices have a share, e.g. "equal shares over 2".
+
+        Here, 2 is the number of devices that have a share. With `is_second`, "other" comes first.
+        """
         count = len(layout.active)
         name = EQUAL_SHARES if count == devices else f"equal shares over {count}"
         return f"other {name}" if is_second else name
@@ -327,7 +330,10 @@ class PackFamily(Family):
         return view.packs
 
     def title(self, layout: Layout, devices: int, is_second: bool = False) -> str:
-        """Return a name such as "pack of 3", and how the processes share the device."""
+        """Return a name such as "pack of 3", preceded by "another" if `is_second` is set.
+
+        The name also says how the processes share the device, unless they are plain processes.
+        """
         name = f"pack of {layout.processes}{MODES.get(layout.placement, '')}"
         return f"another {name}" if is_second else name
 
@@ -340,7 +346,8 @@ class PackFamily(Family):
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
     """Return the layout in which the workload itself places its model on the first devices.
 
-    Returns None if this would use fewer than two devices, or more devices than `batch` has rows.
+    It uses up to `placement.devices` devices. Returns None if this would be fewer than two devices,
+    or more devices than `batch` has rows.
     """
     # the shares only mark devices as used; the workload doesn't split the batch by them
     used = min(devices, placement.devices)

@@ -155,7 +155,7 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """Return a warning if TensorFlow will open network servers.
+    """Return a warning if TensorFlow will open network servers, else an empty tuple.
 
     Such servers run code for anyone who can reach them.
     """
@@ -354,7 +354,10 @@ def make_comparison_job(
 
 
 def _find_daemon_notes(job: Job, kinds: Sequence[Traits]) -> list[str]:
-    """Return a warning if processes on one GPU would share it through a running MPS daemon."""
+    """Return a warning if processes on one GPU would share it through a running MPS daemon.
+
+    Returns an empty list otherwise.
+    """
     has_packs = any(kind.side_by_side for kind in kinds)
     if has_packs and find_backend(job.devices[0].kind).daemon_runs():
         return ["An MPS daemon runs: processes share GPUs through it."]

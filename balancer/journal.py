@@ -153,7 +153,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """Seconds that the search had spent when its last complete round of probes ended."""
+        """How many seconds the search had run when its last complete round of probes ended."""
         pending = self.pending
         if pending is not None:
             return pending[0].at_seconds

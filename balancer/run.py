@@ -177,9 +177,10 @@ def _read_budget(record: JournalContents) -> float | None:
 
 
 def _check_request(header: Header, request: Request) -> None:
-    """Raise RequestError if an option that affects the measurements differs from the run's own.
+    """Raise RequestError if an option differs from that of the resumed run.
 
-    Options with their default values aren't compared.
+    Options that don't affect earlier measurements may differ. Options with their default values
+    aren't compared.
     """
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     unsaid = Request()

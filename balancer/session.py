@@ -177,9 +177,9 @@ class Session(EventThread):
         self._emit(progress)
 
     def _always_fails(self, observation: Observation) -> bool:
-        """Return whether the user's code failed and has never succeeded in this search.
+        """Return whether the user's code failed in this probe, and no probe has succeeded so far.
 
-        It would then fail on every device too, so the search ends.
+        The code would then fail on every device, so the search ends.
         """
         failed = isinstance(observation, Failed) and observation.user_code
         return failed and not any(isinstance(one, Timed) for one in self._seen)
@@ -273,7 +273,7 @@ class Session(EventThread):
         return alarms
 
     def _stop_late_probes(self, spared_phases: tuple[str, ...] = ()) -> None:
-        """Stop probes that are still running after the budget is spent, which ends the search.
+        """Stop probes that are still running after the budget is spent. This ends the search.
 
         Nothing is stopped if a probe is in one of the phases in `spared_phases`.
         """
@@ -368,7 +368,7 @@ def _is_being_built(progress: ProbeProgress) -> bool:
 
 
 def _find_link(job: Job) -> KnownLink | None:
-    """Return the link between the job's devices, as an earlier run measured it, or None."""
+    """Return the link between the job's devices that an earlier run measured, or None."""
     # only PyTorch exchanges gradients by the all-reduces with which links are measured
     if job.simulated or job.framework != "torch":
         return None

@@ -86,7 +86,7 @@ def typical_single_step_error(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _pool_step_errors(differences: Sequence[float], fitted: int) -> float:
-    """Estimate the error of a single step from measured differences and from its usual error.
+    """Estimate the error of a step's time from a typical error and from measured differences.
 
     `differences` are relative differences between steps. `fitted` is the number of parameters that
     were fitted to them. Returns half of the 95 % interval of a single step, as a fraction of its

@@ -1,8 +1,8 @@
 """Measurements outside a search: runs at given batch sizes, and dry runs.
 
-The metrics of a run are given per device. They come from the timed steps if these separate the
-time that a device computes (own work) from the time it waits, as on CPU slices and simulated
-devices. Otherwise, each device is also timed alone, with its share of the batch.
+A run reports metrics for each device. On CPU slices and simulated devices, the timed steps show how
+long each device computes (own work) and how long it waits. If they don't show this, each device is
+also timed alone, with its share of the batch.
 
 A dry run shows what to expect of a search. It builds the workload once and runs steps of two small
 batches on one device. None of its results are saved.
@@ -431,7 +431,7 @@ def _measure_batches(
 def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
     """Return the error for a device whose memory is too small even for one row.
 
-    `largest` are the largest models that would fit, if known.
+    If `largest` is given, the message mentions these largest models that would fit in memory.
     """
     none = f"Not even one sample fits on {device.label}."
     if largest is None:

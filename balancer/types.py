@@ -78,7 +78,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def global_batch(self) -> int:
-        """Rows per step on all devices together; for a pack, the rows per step of each process."""
+        """Rows per step on all devices together.
+
+        If several processes train on one device, these are the rows per step of each process.
+        """
         return sum(self.shares)
 
     @cached_property
@@ -193,7 +196,7 @@ Doubt = Literal[  # in the order in which they are reported
 
 
 class MeasurementDoubt(msgspec.Struct, frozen=True):
-    """A warning about a measurement, such as throttling or noise, with the device concerned."""
+    """A warning about a measurement, such as throttling, with the device that it concerns."""
 
     code: Doubt
     value: float = 0.0  # the measured value: a relative size, a fraction of time, or a step number

@@ -180,7 +180,7 @@ class UnequalDevices(msgspec.Struct, frozen=True):
 
 
 class VerdictDoubt(msgspec.Struct, frozen=True):
-    """A warning about the results, such as throttling, with the device concerned."""
+    """A warning about the results, such as throttling, with the device that it concerns."""
 
     code: Doubt
     device: str = ""  # label; empty: all devices
@@ -301,7 +301,7 @@ class PassStatistics(msgspec.Struct, frozen=True):
 class ObjectiveReached(msgspec.Struct, frozen=True):
     """The value that the plan reaches for an objective other than speed, such as samples per joule.
 
-    `gain` says how much better this is than what the fastest layout reaches, as a fraction.
+    `gain` says how much better this value is than that of the fastest layout, as a fraction.
     """
 
     objective: str

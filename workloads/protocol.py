@@ -58,7 +58,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """Seconds that a rank's steps waited for input, and that its optimizer ran; None if unknown."""
+    """How many seconds a rank waited for input, and how many its optimizer ran; None if unknown."""
 
     input_seconds: float | None = None  # waiting for the rows of a batch
     update_seconds: float | None = None  # the optimizer's own step

@@ -100,7 +100,7 @@ def entry(name: str, framework: str) -> Entry:
 
 
 def names_a_file(name: str) -> bool:
-    """Return whether a name is that of a Python file, not of a module."""
+    """Return whether a name refers to a Python file rather than a module."""
     return name.endswith(".py") or "/" in name
 
 
@@ -145,8 +145,8 @@ def package_of(name: str) -> str:
 def find_library_imports(script: Path) -> tuple[str, ...]:
     """Return a script's top-level imports from libraries that can safely be imported in advance.
 
-    Returns nothing if the script may set environment variables, because libraries read them when
-    they are imported.
+    Returns an empty tuple if the script may set environment variables, because libraries read them
+    when they are imported.
     """
     tree = ast.parse(script.read_text())
     if _may_set_variables(tree):
@@ -364,10 +364,11 @@ _BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
 
 
 def find_models(folder: Path) -> tuple[str, ...]:
-    """Return functions that may build a model, in the Python files of a folder.
+    """Return the names of functions that may build a model, such as `train.py:build`.
 
-    They have names such as `train.py:build`. Likely names come first, then recently changed files.
-    No file is run. Files that import no framework, or that can't be parsed, are left out.
+    The functions are in the Python files of a folder. Likely names come first, then recently
+    changed files. No file is run. Files that import no framework, or that can't be parsed, are left
+    out.
     """
     with suppress(OSError):
         files = [path for path in folder.glob("*.py") if _is_small_file(path)]
@@ -382,7 +383,10 @@ def _is_small_file(path: Path) -> bool:
 
 
 def _list_models(path: Path) -> list[str]:
-    """Return the functions of a file that may build a model and need no arguments."""
+    """Return the names of a file's functions that may build a model and need no arguments.
+
+    A name includes the file, as in `train.py:build`.
+    """
     if not script_framework(path):
         return []
     functions = [node for node in _functions(path) if _could_build(node)]

@@ -506,11 +506,11 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 def _find_sum_loss(
     report: SearchReport, rivals: Sequence[ComparedLayout], limits: Sequence[TrainingLimit]
 ) -> SumLoss | None:
-    """Explain why the plan is over 10 % slower than all devices would be if each trained alone.
+    """Explain why the plan is over 10 % slower than the sum of all devices' solo speeds.
 
-    The plan's throughput is compared with the sum of the devices' own throughputs. Returns None if
-    it isn't that much lower, if waiting for data or busy CPU cores already explain the loss, or if
-    the throughput of a device is unknown.
+    A solo speed is what a device reaches when it trains alone. Returns None if the plan isn't that
+    much slower, if waiting for data or busy CPU cores already explain the loss, or if a device's
+    speed is unknown.
     """
     chosen = report.chosen
     alone = list(map(_rate, _list_compared_alone(report, rivals)))
@@ -598,8 +598,8 @@ def _find_idle_devices(
 ) -> Iterator[LeftOut]:
     """Yield the working devices that the plan doesn't use, each with the reason.
 
-    The reason is that the fastest layout with this device isn't faster than the plan, or that no
-    layout with it was tried.
+    The reason is either that no layout with this device was tried, or that the fastest one isn't
+    faster than the plan.
     """
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:

@@ -48,8 +48,8 @@ def find_doubts(
     - A NaN or infinite loss, and measurements of one layout that disagree, are reported for any
       layout. Most other warnings are only reported for the chosen one.
     - "ran_out" says how often the chosen layout ran out of memory.
-    - "noisy" has the relative error as measured. If `error`, the relative error of the final
-      samples/s, is given, it is used instead, and the warning is dropped if `error` is small.
+    - "noisy" contains the relative error of a measurement. If `error` (the relative error of the
+      final samples/s) is given, "noisy" contains it instead, and is dropped if it is small.
     - "few_steps" replaces "noisy" and "too_short" if the chosen layout was only timed by single
       steps.
     """

@@ -125,10 +125,10 @@ def _list_rivals(
 
 
 def _put_first(single: ComparedLayout, entries: Sequence[_Named], devices: int) -> list[_Named]:
-    """Return the entries in an order in which `single` comes before all other single devices.
+    """Move `single` ahead of all other single devices in the list of entries.
 
     `single` is the device that the verdict compares the plan with. If it has no entry, one is
-    added.
+    added. Returns a new list.
     """
     known = [named for named in entries if named[2].layout == single.layout]
     name = name_layout(single.candidate, devices, is_second=True, with_shares=True)
@@ -143,7 +143,8 @@ def _list_alone(
 ) -> Iterator[_Named]:
     """Yield entries for each device on its own: at its fastest batch, and at the plan's batch.
 
-    The plan's batch is left out if it wasn't measured on that device."""
+    An entry at the plan's batch is left out if the device wasn't measured at that batch.
+    """
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
         # a device that took part in the race has the result of the race

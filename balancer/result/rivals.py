@@ -189,7 +189,10 @@ def _compare_rates(own: Interval, other: Interval) -> RateGap:
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Return how much faster the plan is, given how much faster the other layout is."""
+    """Return how much faster the plan is than another layout, given the opposite comparison.
+
+    `against` says how much faster the other layout is than the plan.
+    """
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )
@@ -197,7 +200,7 @@ def _reverse_gap(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """Return the family of a layout, which is the family of equal shares if its shares are equal.
+    """Return the family of a layout, with equal shares as a family of their own.
 
     `family_of` doesn't make this distinction: it returns the family of unequal shares for both.
     """
@@ -246,9 +249,9 @@ def is_comparable(
 
 
 def printed_gain(own: float, other: float) -> float:
-    """Return the relative difference of two rates, after rounding them as users see them.
+    """Return the relative difference of two rates, which are first rounded as in the output.
 
-    The difference thus matches the rates that users read.
+    The difference then matches the rates that users read.
     """
     first, second = (float(rate(one).replace(" ", "")) or one for one in (own, other))
     return first / second - 1

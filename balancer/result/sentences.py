@@ -225,9 +225,10 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even_split(verdict: Verdict) -> Rival | None:
-    """Return the layout with equal shares that an unequal or sharded plan is compared with.
+    """Return the layout with equal shares that the sentences compare the plan with.
 
-    Returns None if there is none, or if the recommendation is to use one device.
+    Returns None if there is no such layout, if the plan has neither unequal shares nor a sharded
+    model, or if the recommendation is to use one device.
     """
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
@@ -242,9 +243,10 @@ def _find_even_split(verdict: Verdict) -> Rival | None:
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
-    """Return the best layout over several devices that can be compared with the plan, or None.
+    """Return the best layout over several devices that can be compared with the plan.
 
-    If there is none, it is the best of those whose samples/s are too uncertain to compare.
+    If there is none, returns the best one whose samples/s are too uncertain to compare. Returns
+    None if there is no such layout either.
     """
     splits = [rival for rival in verdict.rivals if rival.kind in SPLITS and _can_be_stated(rival)]
     return max(splits, key=lambda one: one.gain is not None, default=None)
@@ -262,7 +264,10 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """Return the name of a layout over several devices, followed by the rows of each."""
+    """Return the name of a layout over several devices, followed by the rows of each device.
+
+    If there are many devices, their rows are left out.
+    """
     # the global batch is added if it isn't the plan's; for many devices, the shares are left out
     name = _drop_batches(split)
     if split.kind != "equal_shares" and not name.startswith("another "):
@@ -275,10 +280,10 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """Return whether the text for users can mention a layout in its comparison with the plan.
+    """Return whether the text for users can compare a layout with the plan.
 
-    It can if the gain over the layout is known, or if the layout's speed is so uncertain that the
-    text can say so.
+    It can if the gain over the layout is known. It also can if the layout's speed is uncertain,
+    because the text then says so instead.
     """
     return rival.gain is not None or not rival.rate.known
 
@@ -434,9 +439,10 @@ def _describe_batch(verdict: Verdict) -> Iterator[str]:
 
 
 def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence for each layout that is faster than the plan and measured more precisely.
+    """Yield sentences about layouts that are faster than the plan and measured more precisely.
 
-    Yields nothing if the plan's own speed is known precisely enough.
+    There is one sentence for each layout, up to a maximum. Yields nothing if the plan's own speed
+    is known precisely enough.
     """
     if verdict.rate.known:
         return
@@ -469,7 +475,8 @@ def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
 def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
     """Yield a sentence about why several devices are slower than one.
 
-    If no layout over several devices was measured near the plan's batch, a sentence says so.
+    Another sentence says so if no layout over several devices was measured at about the plan's
+    batch size.
     """
     loss = verdict.split_loss
     if verdict.split_unmeasured:
@@ -493,7 +500,10 @@ def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence about why the plan is slower than the sum of its devices' own speeds."""
+    """Yield a sentence about why the plan is slower than the sum of the devices' solo speeds.
+
+    A solo speed is what a device reaches when it trains alone.
+    """
     loss = verdict.sum_loss
     if loss is None:
         return
@@ -598,9 +608,10 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _pick_named(rivals: Sequence[Rival]) -> list[Rival]:
-    """Return the layouts that a sentence names: the first few, and those with a line of their own.
+    """Return the layouts to name in a sentence.
 
-    Equal shares and single devices have a line of their own in the result.
+    These are the first few, and any others that have a line of their own in the result: equal
+    shares and single devices.
     """
     listed = [one for one in rivals[MOST_NAMED:] if one.kind in ("equal_shares", "one_device")]
     return [*rivals[:MOST_NAMED], *listed]
@@ -682,7 +693,10 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence about the gain or loss of each tuning option, except data loader workers."""
+    """Yield a sentence for each tuning option about how it changes the training speed.
+
+    The number of data loader workers is left out.
+    """
     if not verdict.rate.known:
         return
     for rival in verdict.rivals:
@@ -1182,7 +1196,7 @@ def write_end(verdict: Verdict, reason: str) -> str:
 
 
 def _drop_batches(rival: Rival) -> str:
-    """Return a layout's name, without the rows of each device that some names end with."""
+    """Return a layout's name without the row counts per device that some names end with."""
     return rival.name.removesuffix(f", {' + '.join(map(str, rival.batches))}")
 
 

@@ -131,10 +131,7 @@ class _Measured:
         self.closer = looks[-1] if looks else None
 
     def list_breakdowns(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return the probes that measured how long each part of a device's step takes.
-
-        Each probe is returned with these times.
-        """
+        """Return the probes that measured the parts of a device's step, each with these times."""
         return [(turn, part) for turn in self.turns if (part := turn.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
@@ -216,7 +213,7 @@ class _Measured:
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Convert a time from the detailed probe to what it is in a normal step of the layout.
+        """Convert a time in the detailed probe to what it would be in a normal step of the layout.
 
         Steps of the detailed probe may be slower, so the time is scaled by the ratio of the step
         times.

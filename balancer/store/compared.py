@@ -263,8 +263,8 @@ def _find_rare_work(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_
 def _find_disturbance(windows: Sequence[StepsEntry], quick: _Mean) -> float:
     """Return how much other programs slowed a run: its mean step as a multiple of its quick step.
 
-    Only the compute time of the steps counts, and the result is at least 1. Other programs slow
-    quick steps least.
+    Quick steps are the steps that other programs slow least. Only the compute time of the steps
+    counts. The result is at least 1.
     """
 
     def work(window: StepsEntry) -> float:

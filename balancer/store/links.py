@@ -73,7 +73,10 @@ def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_secon
 
 
 def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
-    """Return the stored measurements of exactly these devices with this driver, or None."""
+    """Return the stored measurements of the links between exactly these devices, or None.
+
+    Only measurements that were made with this driver are used.
+    """
     record = _read(_find_path(devices, driver))
     if record is not None and (record.driver, record.devices) == (driver, _list_ids(devices)):
         return record

@@ -1,9 +1,9 @@
 """Compares the quick steps of two training runs as if their CPU cores had run at full speed.
 
-A quick step is shorter than almost all steps of its training run. A CPU core is up to half slower
-while its other hardware thread is busy, for seconds at a time. Equal steps then take different
-times. Almost every training run has moments at full speed, so a run is represented by its fastest
-windows: a low percentile of the windows' quick steps.
+A quick step is shorter than almost all steps of its training run. While the other hardware thread
+of a CPU core is busy, equal steps take up to 70 % longer, for seconds at a time. Almost every
+training run has moments at full speed, so a run is represented by its fastest windows: a low
+percentile of the windows' quick steps.
 
 Each window also has the time of a fixed matrix product on the same core
 (`evener/system/core_speed.py`). The same percentile of these times shows whether the core was at

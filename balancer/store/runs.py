@@ -261,7 +261,7 @@ def list_runs() -> tuple[RunSummary, ...]:
 
 
 def have_runs() -> bool:
-    """Return whether there are any runs."""
+    """Return whether the user has any past runs."""
     return bool(_list_ids())
 
 

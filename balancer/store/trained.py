@@ -87,7 +87,7 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 
 
 def _explain_slowness(entries: Sequence[TrainingEntry]) -> Iterator[str]:
-    """Yield the reasons why a training run was slow, as far as its journal shows."""
+    """Yield the reasons why a training run was slow that can be seen in its journal."""
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (
         ("input_s", "its first device waited for input in {part} of a step"),

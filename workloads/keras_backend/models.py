@@ -170,7 +170,7 @@ class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not fo
 
 
 class AdamInPlace(DenseAdam):
-    """Adam that updates each weight on the device where the weight is."""
+    """Adam that updates each weight on the device that holds it."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update one weight on its own device."""

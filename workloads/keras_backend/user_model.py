@@ -97,10 +97,10 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _structures(model: Any) -> tuple[Any, Any]:
-    """Return the model's inputs and outputs, nested as in its batches.
+    """Return the model's inputs and outputs, nested in the same way as the data of a batch.
 
-    A Sequential model has lists of them but is called with a single tensor, so its first input and
-    output are returned.
+    For a Sequential model, returns its first input and first output. Such a model stores lists of
+    them, although it is called with a single tensor.
     """
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]

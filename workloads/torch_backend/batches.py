@@ -45,7 +45,7 @@ class EndlessSampler(UnevenBatchSampler):
     def batches(self) -> Iterator[torch.Tensor]:
         """Yield the indices of this rank's rows in each batch.
 
-        All rows are in one random order, which is repeated.
+        All rows are shuffled once, and this order is repeated.
         """
         once = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self.seed))
         order = once.repeat(2 + self.global_batch // self._rows)
@@ -278,7 +278,7 @@ class Batches:
         self._loader, self._steps, self.rows = None, iter(()), 0
 
     def make(self, sampler: UnevenBatchSampler, on_host: bool = False) -> None:
-        """Load the batches that this sampler draws from now on.
+        """From now on, load the batches that `sampler` draws.
 
         With `on_host`, they stay in host memory. The first batch is checked when it is taken;
         `RequestError` is raised if it is malformed.

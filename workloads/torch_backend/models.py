@@ -47,7 +47,7 @@ def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
 
 
 def maxer() -> nn.Sequential:
-    """Return an MNIST network that is much larger than needed, the same as `keras_maxer`."""
+    """Return an MNIST network that is much larger than needed, as in the workload `keras_maxer`."""
     layers: list[nn.Module] = []
     before = 1
     for filters in CONVOLUTIONS:
@@ -63,7 +63,7 @@ def maxer() -> nn.Sequential:
 
 
 def mnist(filters: int, dense: int) -> nn.Sequential:
-    """Return a small convolutional network for 28 x 28 images, the same as `keras_mnist`."""
+    """Return a small convolutional network for 28 x 28 images, as in the workload `keras_mnist`."""
     blocks: list[nn.Module] = []
     for before, after in ((1, filters), (filters, 2 * filters)):
         blocks += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -72,7 +72,7 @@ def mnist(filters: int, dense: int) -> nn.Sequential:
 
 
 class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Stacked GRU layers with a dense head, which classify sequences.
+    """Stacked GRU layers with a dense head, for classifying sequences.
 
     The input has shape (rows, steps, features), the output (rows, classes).
     """
@@ -182,7 +182,10 @@ class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Return the tokens of a text: one more than `lengths` says, because of the first token."""
+        """Return the tokens of a text.
+
+        There is one token more than `lengths` says, because `lengths` doesn't count the first one.
+        """
         # Each token except the first is predicted from the previous tokens.
         return self._tokens[row : row + self.lengths[row] + 1]
 

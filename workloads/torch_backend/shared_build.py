@@ -26,7 +26,7 @@ ASKS_RANK = ("get_rank", "get_world_size", "is_initialized")
 
 
 class BuiltRecipe:
-    """A recipe that is built in this process, to be used here or in forked copies."""
+    """A recipe that is built in this process, to be used here or in forks of the process."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         """Build the recipe on one thread, so that the process can be forked.

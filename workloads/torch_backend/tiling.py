@@ -227,7 +227,10 @@ class TilesNet(nn.Module):  # type: ignore[misc]
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits. If devices were chosen, the convolutions are computed tile by tile."""
+        """Return the logits.
+
+        After `place`, the convolutions are computed tile by tile on several devices.
+        """
         if not self._devices:
             logits: Tensor = self.head(self.layers(images).mean(dim=(2, 3)))
             return logits

@@ -51,7 +51,7 @@ def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workloa
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
-    """Call the user's function and return its recipe; see `make_recipe`.
+    """Call the user's function, and return a recipe made from its result.
 
     Raises `RequestError` if the functions return nothing usable, or if there is no data.
     """

@@ -110,9 +110,9 @@ PlaceParts = Callable[
 class TorchWorkload(Workload, StepListener):
     """A PyTorch model that a probe trains.
 
-    It runs on one device, as a rank of a group, sharded over the ranks of a group, or with its
-    parts on several devices. `place` puts the parts on the devices. Raises `RequestError` for a
-    setup that isn't supported.
+    The model is trained on one device, by a rank of a group, in shards over the ranks of a group,
+    or with its parts on several devices. `place` puts these parts on the devices. Raises
+    `RequestError` for a setup that isn't supported.
     """
 
     def __init__(
@@ -193,7 +193,10 @@ class TorchWorkload(Workload, StepListener):
     def prepare_assigned(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare steps whose rows are assigned by length; see `Workload.prepare_assigned`."""
+        """Prepare steps in which rows are assigned to ranks and passes by their lengths.
+
+        See `Workload.prepare_assigned` for the arguments.
+        """
         self._micro = sum(shares)
         assigner = RowAssigner(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
         epoch = self._assignments[
@@ -309,8 +312,9 @@ class TorchWorkload(Workload, StepListener):
     def recover(self) -> bool:
         """Clean up after a step that ran out of memory, and return whether training can go on.
 
-        It can't if the optimizer's step was interrupted, or if memory remains allocated. In a
-        group, it also can't unless this rank completed the step in smaller passes.
+        Training can't go on if the optimizer's step was interrupted, or if memory remains
+        allocated. In a group of ranks, it can go on only if this rank completed the step in smaller
+        passes.
         """
         ended = bool(self._short_of_memory)
         if self._is_updating or not self._noted or (self._group and not ended):
@@ -450,7 +454,7 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def _open_batches(self) -> Batches:
-        """Return the batches of the training data, and open them at the first call."""
+        """Return the batches of the training data, which are opened on the first call."""
         # The first call comes after the memory cap has been set, and before `prepare` resets the
         # peak memory.
         if self._batches is None:
@@ -592,7 +596,7 @@ def join(setup: WorkerSetup, device: torch.device) -> bool:
 
 
 def own_share(setup: WorkerSetup, shares: Sequence[int]) -> int:
-    """Return the rows of this rank in each batch.
+    """Return the number of rows of this rank in each batch.
 
     If one process has several devices, that is the whole batch. Raises `RequestError` if the number
     of shares is wrong, if one is negative, or if all are 0.
