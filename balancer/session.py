@@ -44,9 +44,11 @@ class Session(EventThread):
     """A search that runs in its own thread, starting from an open run.
 
     Iterate over `events()`. The last event is Finished, with the plan. If there is no plan,
-    NoLayoutError or DeviceError is raised instead. If the journal can't be written any more, the
-    search ends early, and UnwrittenError is raised, after Finished if there is a plan. The run is
-    closed at the end. Raises RequestError or DeviceError if the search can't begin.
+    NoLayoutError or DeviceError is raised instead. The run is closed at the end.
+
+    If the journal can't be written any more, the search ends early. The event Finished still
+    follows if there is a plan, and then UnwrittenError is raised. Raises RequestError or
+    DeviceError if the search can't begin.
     """
 
     def __init__(self, run: OpenRun) -> None:
@@ -112,7 +114,10 @@ class Session(EventThread):
             self._run.close()
 
     def _loop_until_unwritten(self) -> UnwrittenError | None:
-        """Run the search; if its journal can't be written any more, end it and return the error."""
+        """Run the search until it ends, or until its journal can't be written any more.
+
+        Returns the error if it couldn't be written, else None.
+        """
         try:
             self._loop()
         except UnwrittenError as fault:

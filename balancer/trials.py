@@ -56,7 +56,7 @@ LEAST_RISE = 0.02
 
 
 class ProbeLength(msgspec.Struct, frozen=True):
-    """How long each repetition of a probe lasts: `steps` steps if above 0, else `seconds`."""
+    """How long each repetition of a probe lasts: `steps` steps or, if `steps` is 0, `seconds`."""
 
     seconds: float = DEFAULT_SECONDS
     steps: int = 0

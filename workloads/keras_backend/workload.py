@@ -68,9 +68,9 @@ def make_row_data(arrays: tuple[Any, ...], is_synthetic: bool = False) -> KerasD
 def make_stream_data(make_dataset: Callable[[int], Any], rows: int = 0) -> KerasData:
     """Return training data from a function that creates a `tf.data.Dataset` for a batch size.
 
-    Batches of another size, such as the last one of an epoch, are skipped. If the function returns
-    something else or batches of the wrong size, `RequestError` is raised when batches are
-    requested.
+    When batches are requested, `RequestError` is raised if the function doesn't return a dataset,
+    or if the first batch doesn't have the requested size. Later batches of another size, such as
+    the last one of an epoch, are skipped.
     """
 
     def batches(_: Split, batch: int) -> Any:
