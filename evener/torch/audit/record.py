@@ -246,7 +246,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return found
 
     def _mark_size(self, tensor: Any, result: Any) -> Any:
-        """Replace the row count in a size or shape that the script read with a RowNumber.
+        """Return a size or shape that the script has read, with a RowNumber as the row count.
 
         `result` is the size or shape of `tensor`. It is returned unchanged unless `tensor` has one
         entry for each row of the batch.

@@ -267,7 +267,11 @@ def _describe_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple
 
 
 def _describe_rows(tensor: torch.Tensor) -> list[float]:
-    """Return one number for each row of a tensor: its class, or its length without padding."""
+    """Return one number for each row of a tensor.
+
+    If a row is a single integer, such as a class, it is that integer; otherwise it is the row's
+    length without padding.
+    """
     # an integer per row is taken for a class; padding is 0 or -100 in integers, infinite or NaN in
     # others
     exact = not tensor.is_floating_point() and not tensor.is_complex()

@@ -197,7 +197,8 @@ def _collect_members(
 ) -> None:
     """Add the attributes or items of `holder` to `settings`, unless their names begin with "_".
 
-    `members` has them by name. With a `depth` of 0, only numbers, flags and strings are added.
+    `members` has these attributes or items by name. With a `depth` of 0, only numbers, flags and
+    strings are added.
     """
     for name, each in list(members.items()):
         if isinstance(each, _PLAIN) or depth > 0:

@@ -262,10 +262,10 @@ class Flat:
             slot.view = None
 
     def _make_views(self, initial: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of this rank's shard, after creating it if it doesn't exist yet.
+        """Return the gradient of this rank's shard; create it first if it doesn't exist yet.
 
-        A new one is the tensor `initial`, or zeros if `initial` is None. Each parameter gets a view
-        of it.
+        A newly created gradient is the tensor `initial`, or zeros if `initial` is None, and each
+        parameter gets a view of it.
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if initial is None else initial

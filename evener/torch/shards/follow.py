@@ -96,7 +96,7 @@ class Follower:
         return outputs
 
     def begin_pass(self) -> None:
-        """Discard the record of an unfinished pass."""
+        """Get ready for a new pass: discard the record of an unfinished one."""
         self._running = self._meetings = None
 
     def end_backward(self) -> None:

@@ -297,8 +297,8 @@ class Sharded:
     def arm(self, batch: Any) -> None:
         """Set up the shards for a backward pass, which has just reached outputs of the model.
 
-        `batch` is the batch that these outputs were computed from. Raises RequestError with
-        `create_graph=True`.
+        `batch` is the batch that these outputs were computed from. Raises RequestError if the
+        backward pass runs with `create_graph=True`.
         """
         # once per backward pass; for further outputs, only record that it has reached them
         if torch.is_grad_enabled():

@@ -170,8 +170,9 @@ class BatchTracker:
         return _list_training(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that `data` comes from, or None if all possible batches weigh the same.
+        """Return the batch that `data` comes from.
 
+        If it can't be identified, but all possible batches have the same weights, return None.
         `match` finds the batches that share tensors with `data`. Raises RequestError if batches
         with different weights are possible.
         """

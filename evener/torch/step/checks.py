@@ -220,7 +220,7 @@ def check_summed(optimizer: Any) -> None:
 
 
 def _check_detected(exchanges: list[Exchange]) -> None:
-    """Raise RequestError if evener didn't detect the backward pass that computed gradients."""
+    """Raise RequestError if gradients come from a backward pass that evener didn't detect."""
     if any(exchange.waits for exchange in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "

@@ -270,10 +270,10 @@ def is_sharded(model: Any) -> bool:
 
 
 def has_own_work(model: Any, rebalances: bool) -> bool:
-    """Return whether a rank's compute time can be measured without its waits for other ranks.
+    """Return whether a rank's compute time can be measured apart from waits for other ranks.
 
-    `rebalances` is whether shares are rebalanced during training, which needs these times. Raises
-    RequestError if it does, but the times can't be measured.
+    `rebalances` is whether shares are rebalanced during training, which needs the compute times.
+    Raises RequestError if `rebalances` is True, but the times can't be measured.
     """
     # ranks wait in FSDP2's layers and in SyncBatchNorm; rebalancing needs these times
     if not (

@@ -453,7 +453,8 @@ class Exchange:
     def close(self) -> None:
         """End the pass that `open` began, if there is only one rank.
 
-        With several ranks, nothing happens, because the pass has ended with its backward pass.
+        With several ranks, nothing happens, because the pass has already ended with its backward
+        pass.
         """
         # `_finish_pass` does it there
         if self.single_rank:
