@@ -46,9 +46,9 @@ class Session(EventThread):
     Iterate over `events()`. The last event is Finished, with the plan. If there is no plan,
     NoLayoutError or DeviceError is raised instead. The run is closed at the end.
 
-    If the journal can't be written any more, the search ends early. The event Finished still
-    follows if there is a plan, and then UnwrittenError is raised. Raises RequestError or
-    DeviceError if the search can't begin.
+    If the journal can't be written any more, the search ends early, and UnwrittenError is raised.
+    If there is a plan, the event Finished comes before that. Raises RequestError or DeviceError if
+    the search can't begin.
     """
 
     def __init__(self, run: OpenRun) -> None:
