@@ -123,7 +123,7 @@ def test_the_loader_has_the_script_s_name_and_its_own_if_the_script_gave_none() 
     assert "batches = torch.utils.data.DataLoader(batches.dataset" in advise(optimizer, batches)
     without = advise(optimizer, unset)
     assert "    loader = torch.utils.data.DataLoader(dataset, " in without
-    assert "come from no DataLoader" in without
+    assert "a DataLoader, so make a data set" in without
 
 
 @pytest.mark.parametrize("is_alone", [True, False])

@@ -233,7 +233,7 @@ def test_gradients_that_are_dropped_between_the_parts_of_a_batch_are_missed(spli
 
 
 def test_parts_of_no_batch_are_refused(split: Split) -> None:
-    with pytest.raises(RequestError, match=r"no batch of split\.loader"):
+    with pytest.raises(RequestError, match=r"no current batch of split\.loader"):
         next(split.parts(ROWS.tensors))
     batch = next(iter(split.loader(ROWS)))
     with pytest.raises(RequestError, match="the batch has 8 rows"):
