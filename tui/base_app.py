@@ -216,7 +216,7 @@ class BaseApp(App[int]):
     - `publisher`: the sampler that reads the devices.
     - `devices`: the device specification of new searches, such as "auto".
     - `trainable`: the devices that a search could use.
-    - `readonly`: allow no searches, signals or changes of runs.
+    - `readonly`: forbid searches, signals and changes to runs.
     - `ascii`: draw with ASCII characters only.
     - `session_maker`: creates sessions; tests replace it.
     - `settings_file`: where changed settings are saved; None doesn't save them.

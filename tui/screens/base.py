@@ -57,7 +57,8 @@ class PanelScreen(UsesApp, Screen[None]):
     def fit_frames(self) -> int:
         """Hide panel frames in a small terminal, and return how many lines a frame takes: 0 or 2.
 
-        Sets the class `-bare` below 100 columns or 30 lines, and `-narrow` below 100 columns.
+        Sets the CSS class `-bare` if the terminal has fewer than 100 columns or 30 lines, and
+        `-narrow` if it has fewer than 100 columns.
         """
         width, height = self.app.size
         self.set_class(width < NARROW or height < LOW, "-bare")

@@ -240,7 +240,7 @@ class RunsScreen(RunActions, SortedScreen):
         return plan is not None and bool(find_training_command(plan, "plan.toml"))
 
     def action_read_all(self) -> None:
-        """Open a dialog with all details of the run."""
+        """Open a dialog with all details of the run under the cursor."""
         name = self.chosen_run
         with self.evener.showing_errors():
             training = runs.load_training(name)
@@ -273,7 +273,7 @@ class RunsScreen(RunActions, SortedScreen):
             self.app.push_screen(dialog)
 
     def action_replay(self) -> None:
-        """Replay the run on the Balance screen."""
+        """Replay the run under the cursor, and switch to the Balance screen."""
         name = self.chosen_run
         if not name:
             return

@@ -220,7 +220,10 @@ class RankPanel(ListPanel[RankRow]):
         self.redraw()
 
     def grid(self) -> Grid[RankRow]:
-        """Return the column definitions of the table. The bars are full at the longest step."""
+        """Return the column definitions of the table.
+
+        The bar of a step time is full for the longest step of all ranks.
+        """
         return rank_grid(self.rows)
 
     def redraw(self) -> None:

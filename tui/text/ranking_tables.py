@@ -177,7 +177,7 @@ def scaling_table(report: SearchReport) -> Table:
 
 
 def ranking_json(report: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
-    """Return the compared layouts and packings as JSON data. The keys name the units."""
+    """Return the compared layouts and packings as JSON data. The keys include the units."""
     standings = report.ranking
     titles = name_all([standing.candidate for standing in standings], len(labels))
     return {

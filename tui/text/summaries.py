@@ -393,10 +393,11 @@ def _find_reason(plan: Plan, position: int, solo: Evidence, batch: int) -> str:
 
 
 def frontier_table(verdict: Verdict | None) -> Table:
-    """Return a table of the samples/s at each batch size, and what that speed is worth in learning.
+    """Return a table of the samples/s at each batch size, and of what this speed is worth.
 
-    The worth is the samples/s at which training with small batches would learn equally fast. The
-    table is empty if the gradient noise scale is unknown.
+    A larger batch learns less per sample. So the column "worth in learning" has the samples/s at
+    which training with small batches would learn equally fast. The table is empty if the gradient
+    noise scale is unknown.
     """
     learning = verdict.learning if verdict is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -448,7 +449,7 @@ def gain_text(best: RatedLayout, rated: RatedLayout) -> str:
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
     """Return a line for each layout that the plan is compared with.
 
-    With `with_gains`, each line includes the plan's gain over the layout. Leave it out if the
+    If `with_gains` is set, each line includes the plan's gain over the layout. Pass False if the
     verdict already states the gains.
     """
     lines = []
@@ -551,7 +552,10 @@ def training_report(training: RecordedTraining) -> Iterator[str]:
 
 
 def _report_entries(training: RecordedTraining) -> Iterator[str]:
-    """Yield a line for each start, share change, retry and end, and for notable speed changes."""
+    """Yield a line for each start, share change, retry and end of a training run.
+
+    There are also lines for notable changes of its speed.
+    """
     last_printed = 0.0
     apart = NoiseEntry | StepsEntry
     entries = [entry for entry in training.entries if not isinstance(entry, apart)]

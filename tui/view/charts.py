@@ -145,7 +145,7 @@ def throttle_tone(number: float) -> Tone:
 
 
 def traffic(sample: DeviceSample) -> Reading:
-    """Return the bytes per second over PCIe and NVLink, received and sent, as one reading."""
+    """Return one reading with the total bytes per second sent and received over PCIe and NVLink."""
     parts = (
         sample.link_receive_bytes_per_second,
         sample.link_send_bytes_per_second,

@@ -205,7 +205,8 @@ def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
 def _find_silent_causes(rows: Sequence[RankRow], missing_ranks: int) -> Iterator[Cause]:
     """Yield a cause for each silent rank that the other ranks wait for.
 
-    If all ranks are silent in the same phase of a step, there is one cause for all of them.
+    A rank is silent if its report is overdue. If all ranks are silent in the same phase of a step,
+    there is one cause for all of them.
     """
     silent = [row for row in rows if row.silent_s]
     blocking = _find_blocking_ranks(silent)
@@ -279,8 +280,8 @@ def _waiting_for_it(others_wait: bool) -> str:
 def _silence_kind(row: RankRow) -> str:
     """Return the `Cause.kind` for a silent rank.
 
-    This is the limit `INPUT` or `BETWEEN` if the rank fell silent in the input phase or between
-    steps, and `SILENT` otherwise.
+    This is `INPUT` if the rank fell silent while it waited for input, `BETWEEN` if that happened
+    between steps, and `SILENT` otherwise.
     """
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
@@ -312,7 +313,7 @@ _WHAT = {  # sentences about what takes time in a step, for all ranks and for a 
 def _describe_limit(
     limit: TrainingLimit, analysis: TrainingAnalysis, rows: Sequence[RankRow]
 ) -> Cause:
-    """Convert a limit on a training run's speed to a `Cause` of slowness, with a description."""
+    """Return a `Cause` that describes a limit on a training run's speed."""
     # For a limit of one rank, the description says whether the other ranks wait for it.
     seconds, part = limit.milliseconds / 1e3, limit.share
     blamed_rows = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]

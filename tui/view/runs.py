@@ -134,13 +134,13 @@ def has_failed(summary: RunSummary) -> bool:
 
 
 def _end_state(run: StoredRun) -> SessionState:
-    """Return the state of the search when a run ended, but without its measurements."""
+    """Return the final state of a run's search, but without its measurements."""
     state = first_state(run.header.devices, run.header.workload, run.header.run)
     return msgspec.structs.replace(state, finished=run.end, ended=True)
 
 
 def _with_measurements(run: StoredRun) -> SessionState:
-    """Return the state of the search when a run ended, with its measurements."""
+    """Return the final state of a run's search, including its measurements."""
     seen = run.record.seen
     return msgspec.structs.replace(_end_state(run), seen=seen, probes=len(seen))
 

@@ -122,7 +122,7 @@ def place_graphs(
 def _has_reported(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> bool:
     """Return whether a device reports a metric now, or has done so in a stored reading.
 
-    A metric whose axis has no upper end, such as samples/s, counts only if it isn't 0.
+    A metric whose axis has no fixed upper end, such as samples/s, counts only if it isn't 0.
     """
     value = getattr(sample, metric.field).value
     if value or (value is not None and metric.top(sample)):
@@ -184,7 +184,8 @@ def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
 def _axis_top(sample: DeviceSample, metric: GraphMetric, values: Sequence[float | None]) -> float:
     """Return the upper end of a metric's axis for one device.
 
-    Unless the metric has a fixed end, this is a round number, at least the highest of `values`.
+    If the metric has no fixed upper end, this is a round number that is at least the highest of
+    `values`.
     """
     given = metric.top(sample)
     if given:

@@ -118,9 +118,10 @@ def _max_columns(width: int, limit: int, ticks: float) -> int:
 
 
 def _min_columns(count: int, limit: int, height: int) -> int:
-    """Return the smallest number of columns at which each of `count` graphs is high enough.
+    """Return how many graphs to put side by side, as few as possible, so that all are tall enough.
 
-    Returns at most `limit`, even if the graphs are too low then.
+    `count` is the number of graphs, and `height` the height for all of them in lines. Returns at
+    most `limit`, even if the graphs are too short then.
     """
     for columns in range(1, limit):
         if -(-count // columns) * GOOD_HEIGHT <= height:

@@ -318,7 +318,10 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Say that no cause was found, and what fraction of a step each usual cause takes at most."""
+    """Say that no cause was found, and what fraction of a step each usual cause takes.
+
+    The fraction is the longest time that a rank spends on it, divided by the longest step.
+    """
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training doesn't report the parts of its steps."

@@ -188,9 +188,10 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
-    """Add the run's samples/s, tokens/s, samples per joule, and fraction of the plan's speed.
+    """Return the row with the run's speed, energy efficiency, and fraction of the plan's speed.
 
-    Samples per joule and the fraction are 0 if some ranks don't report on this machine.
+    The speed is in samples/s and tokens/s, and the efficiency in samples per joule. The efficiency
+    and the fraction are 0 if some ranks don't report on this machine.
     """
     # If some ranks don't report on this machine, two values would be wrong and are 0: the samples
     # per joule, and the fraction of the plan's samples/s.
