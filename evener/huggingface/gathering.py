@@ -58,9 +58,9 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Treat these values as a plain tensor in all other PyTorch functions.
+        """Treat these values as a plain tensor, except in the methods `sum` and `mean`.
 
-        The results are plain tensors too.
+        The results of PyTorch functions are plain tensors too.
         """
         with plain_tensors():
             return function(*args, **(kwargs or {}))

@@ -26,7 +26,10 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
     @property
     def excess(self) -> int:
-        """Factor by which the loss exceeds the mean under an ordinary launcher like torchrun."""
+        """Factor by which the loss under a launcher such as torchrun is larger than the mean.
+
+        It is 1 or the number of processes.
+        """
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:

@@ -417,9 +417,11 @@ def _find_or_return_error(
 ) -> _Finding:
     """Return what `find` finds on this rank or, if it fails, an error message for all ranks.
 
-    The message and remedy of a RequestError are returned. Any other error leads to a warning and an
-    empty result; with `keeps_launcher`, its message is returned instead, unless memory ran out. For
-    a sharded model, running out of memory raises DeviceError.
+    - If `find` raises RequestError, its message and remedy are returned.
+    - If memory runs out, a sharded model leads to a DeviceError. For other models, a warning is
+      issued, and the result is empty.
+    - Any other error leads to a warning and an empty result. With `keeps_launcher`, its message is
+      returned instead.
     """
     try:
         return _Finding(find())

@@ -289,10 +289,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _find_loss(self, accepts_ignored: bool, checked_rows: int = 0) -> TrainerLoss:
         """Find out what the loss is a mean over, or assume what the Trainer's settings say.
 
-        The settings are trusted if checks are off, or if one process computes each batch in one
-        pass and `checked_rows` is 0. `accepts_ignored` says that the loss supports ignored labels.
-        `checked_rows` is the number of rows to check if a single process is about to use smaller
-        passes for the first time, and otherwise 0.
+        The settings are trusted if checks are off. They are also trusted if one process computes
+        each batch in one pass, unless `checked_rows` is given.
+
+        - `accepts_ignored`: whether the loss is known to support ignored labels.
+        - `checked_rows`: maximum number of rows to check if a single process is about to use
+          smaller passes for the first time; otherwise 0.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not checked_rows):

@@ -563,8 +563,9 @@ def _without_graph_optimization() -> Iterator[None]:
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Context manager that restores attributes of the model, its layers and its loss at the end.
 
-    Tensors and plain values are restored. Yields a dict, which is empty at first. When the context
-    ends, the plain values that had changed are put in it by name, as they were before the restore.
+    Attributes that hold tensors or plain values (numbers, strings, bools or None) are restored.
+    Yields a dict that stays empty until the context ends. It then gets the plain values that were
+    changed in the context, as they were before the restore, by names such as "my_layer.counter".
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

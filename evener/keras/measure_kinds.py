@@ -235,19 +235,19 @@ class Measured(NamedTuple):
         return list(zip(*values, strict=True))
 
     def _replace_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, and the unchanged batches of all runs.
+        """Return nonzero values for variables that are 0, and batches for running the step again.
 
-        A variable that is 0 may hide a loss, so the step is run again with these values. The values
-        are a dict, indexed by the variables' keys. A batch is (x, y, weight).
+        A variable that is 0 may hide a loss. The batches are those of the earlier runs, unchanged;
+        each is (x, y, weight). The values are a dict, indexed by the variables' keys.
         """
         return replace_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return noisy values for the weights, and the batches of all runs with negated inputs.
+        """Return noisy values for the weights, and batches for running the step again.
 
-        If a loss is 0 in all runs so far, the step is run again with these. The values are a dict,
-        indexed by the variables' keys, and include those from `_replace_zeros`. A batch is (x, y,
-        weight).
+        They are used if a loss was 0 in all runs so far. The batches are those of the first runs,
+        with negated inputs; each is (x, y, weight). The values are a dict, indexed by the
+        variables' keys, and include those from `_replace_zeros`.
         """
         values, _ = self._replace_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
@@ -400,7 +400,8 @@ def _predict_whole_state(
     """Predict a variable's value after the whole batch, under each rule for combining the parts.
 
     `before` is the value before the batch, and `parts` are the values after each part, with `sizes`
-    rows. Returns a dict from the name of the rule to the predicted value.
+    rows. Values that differ by at most `near` count as equal. Returns a dict from the name of the
+    rule to the predicted value.
     """
     changes = [part - before for part in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]

@@ -44,9 +44,10 @@ class PartKinds(msgspec.Struct, frozen=True):
     valued: tuple[int, ...] = ()
 
     def added_kind(self, index: int) -> str:
-        """Return the kind of a loss that a layer adds; "rows" if it wasn't measured.
+        """Return the kind of a loss that a layer adds, or "rows" if it wasn't measured.
 
-        `index` is the loss's index.
+        The kind says how to combine the loss's values from the parts of a batch. `index` is the
+        loss's index in `added`.
         """
         return self.added[index] if index < len(self.added) else ROWS
 
@@ -61,10 +62,10 @@ def weigh_part(kind: str, part: Any) -> Any:
 
 
 def list_mean_losses(model: Any, kinds: PartKinds) -> list[Any]:
-    """Return the metrics that track the loss of a single output and are averaged over the parts.
+    """Return the metrics that track an output's loss and are averaged over the parts of a batch.
 
-    If a loss has a value for each row, its metric is left out. Such a metric counts rows, as the
-    model's other metrics do.
+    If an output's loss has a value for each row, its metric is left out. Such a metric counts rows,
+    as the model's other metrics do.
     """
     metrics = model._compile_loss.metrics if model._compile_loss else []
     return [metric for place, metric in enumerate(metrics) if place not in kinds.valued]

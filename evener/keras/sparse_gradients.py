@@ -39,7 +39,7 @@ def has_each_row_once(gradient: Any) -> bool:
 
 
 def joins_look_ups(gradient: Any) -> bool:
-    """Return whether a sparse gradient comes from several lookups, including one without repeats.
+    """Return whether several lookups contribute to a sparse gradient, at least one without repeats.
 
     A lookup without repeats reads each table row only once.
     """

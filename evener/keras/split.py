@@ -239,7 +239,8 @@ class Split:
     def _assign_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
         """Return a dataset whose rows are assigned to devices by their token counts, `lengths`.
 
-        Raises RequestError if the engine can't do that.
+        Raises RequestError if the engine can't assign rows by length, or if shares are computed in
+        passes.
         """
         # with engine solo, there is nothing to assign
         if self.engine not in ("solo", "towers") or self.cut.in_passes:

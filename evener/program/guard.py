@@ -323,7 +323,10 @@ class Guard(Recorder):
     def _compute_from_fewer_rows(
         self, entries: list[WrittenCall], tensor: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the tensor again, from only three quarters of the batch's rows."""
+        """Compute the tensor again, from only three quarters of the batch's rows.
+
+        `entries` are the recorded calls that computed it.
+        """
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
         known = dict(zip(map(id, self.batch), batch, strict=True))
@@ -406,7 +409,7 @@ class Guard(Recorder):
         if self.are_sums:
             computations = add_unweighted(computations)
         found = compare_losses(sketcher, computations)
-        if fault or found is None or self._is_found_sum(record, found[1]):
+        if fault or found is None or self._detect_sum(record, found[1]):
             return fault
         self.measured = True
         difference, cause = found
@@ -446,7 +449,7 @@ class Guard(Recorder):
             draws = any(each.draws for each in used)
             return self._find_random_count(record, counts) if draws else ""
         audited = found.audited
-        if self._is_found_sum(record, audited.cause):
+        if self._detect_sum(record, audited.cause):
             return ""
         self.measured = True
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
@@ -497,13 +500,13 @@ class Guard(Recorder):
             return LIMITED.format(f"{type(error).__name__}: {error}".partition("\n")[0])
         return ""
 
-    def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
+    def _detect_sum(self, record: LossRecord, cause: str) -> bool:
         """Return whether gradients differ only because the loss is a sum over rows, not a mean.
 
-        If so, `are_sums` becomes True.
+        If so, set `are_sums` to True. `cause` is the likely cause of the difference, as an audit
+        has found it; it is "sum" for such a loss.
         """
-        # `cause` is the likely cause of the difference that an audit has found. A number that
-        # counts rows, such as len() of a list, would make a mean look like a sum.
+        # a number that counts rows, such as len() of a list, would make a mean look like a sum
         if not self._finds_sums or cause != "sum" or record.may_count_rows():
             return False
         self.are_sums = True

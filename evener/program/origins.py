@@ -43,9 +43,10 @@ class Origins:
             self.totals.write(tensor, collective)
 
     def write_gathered(self, data: Any, collective: str) -> None:
-        """Mark `data` as values gathered from all ranks by `collective`.
+        """Record that `collective` has gathered `data` from all ranks.
 
-        Each value is a rank's sum over its own rows. The script may add the values up later.
+        Each value in `data` is a rank's sum over its own rows. The script may add the values up
+        later.
         """
         for tensor in each_tensor_in(data):
             self._marks.remove(tensor)

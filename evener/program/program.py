@@ -73,7 +73,7 @@ class Program:
         self._begin_undecided()
 
     def _begin_undecided(self) -> None:
-        """Reset all state to what it was before the first step, when shares were equal."""
+        """Set the initial state: shares are equal, and whether they may differ is undecided."""
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # the loop that yielded the latest batch
         self._other_loop: Any = None  # another loop whose batch belongs to the same step
@@ -347,10 +347,10 @@ class Program:
         )
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
-        """Record a collective that the user's callback calls in a library's trainer.
+        """Record a collective that a user's callback calls while a library's trainer runs.
 
-        `start` watches the trainer's first steps, and `name` is the collective. After these steps,
-        print a warning instead if shares are unequal.
+        `start` watches the trainer's first steps, and `name` is the collective. If these steps are
+        over and shares are unequal, a warning is printed instead.
         """
         line = find_callback()
         if not line or not start.is_training:

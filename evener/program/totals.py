@@ -45,10 +45,10 @@ class Totals:
         self._mark_only(self._whole, tensor, collective)
 
     def write_gathered(self, data: Any, collective: str) -> None:
-        """Mark `data` as values gathered from all ranks by `collective`.
+        """Record that `collective` has gathered `data` from all ranks.
 
-        Each value is one rank's sum over its own rows. `data` is a tensor with an element per rank,
-        or a list of tensors.
+        Each value in `data` is one rank's sum over its own rows. `data` is a tensor with an element
+        per rank, or a list of tensors.
         """
         kind = self._gathered if isinstance(data, torch.Tensor) else self._parts
         for tensor in each_tensor_in(data):
