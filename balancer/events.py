@@ -105,7 +105,7 @@ class EventThread:
         self._thread = threading.Thread(target=self._drive, name="evener-session", daemon=True)
 
     def run(self, report: Callable[[Event], object]) -> None:
-        """Do the thread's work in the calling thread instead, and call `report` with each event."""
+        """Run in the calling thread instead of a new one, and pass each event to `report`."""
         self._emit = report
         self._work()
 

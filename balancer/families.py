@@ -116,7 +116,8 @@ class Family(ABC):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the layouts of this family that are worth comparing now, best first.
 
-        The list is empty until exploration has found what they need, such as a global batch.
+        The list is empty until exploration has found what these layouts need, such as a global
+        batch.
         """
 
     @abstractmethod

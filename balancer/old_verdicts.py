@@ -36,7 +36,7 @@ RENAMED_IN = (
 def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a verdict, as read from JSON, with its fields renamed to today's names.
 
-    Objects nested in the original are changed in place.
+    The copy is shallow: the objects nested in it are shared with `verdict`, and changed in place.
     """
     upgraded = dict(verdict)
     for old, new in RENAMED:

@@ -346,9 +346,9 @@ def _name_even(plan: Plan, even: Evidence) -> str:
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:
-    """Return a single device's throughput in an earlier, faster measurement at the same batch.
+    """Return a device's throughput in an earlier measurement that was faster than `single`.
 
-    Returns 0 if there is none.
+    Both measurements have the same device and global batch. Returns 0 if there is none.
     """
     if single.kind not in ("best_device", "one_device"):
         return 0.0

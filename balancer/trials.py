@@ -320,8 +320,8 @@ class DryRunResult(msgspec.Struct, frozen=True):
 def dry_run(job: Job, report: Report, stop: threading.Event) -> DryRunResult | None:
     """Train a few steps on the first device, and predict the largest batch of every device.
 
-    Returns None if it was stopped. Raises NoLayoutError if the workload fails, doesn't fit in
-    memory, or takes longer than the budget for one step.
+    Returns None if it was stopped. Raises NoLayoutError if the workload fails or doesn't fit in
+    memory, or if a single step takes longer than the budget.
     """
     alone = _limit_to_first_device(job)
     with _locked_prober(alone) as prober:

@@ -108,9 +108,9 @@ class Workload(ABC):
         raise NotImplementedError
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """Prepare steps in which all rows have about the same length, in tokens.
+        """Prepare steps on rows that all have about `length` tokens.
 
-        `shares` and `micro` are as in `prepare`.
+        `shares` and `micro` have the same meaning as in `prepare`.
         """
         raise NotImplementedError
 

@@ -155,7 +155,7 @@ def add(entry: Entry) -> None:
 
 
 def default_name(framework: str, on_cpu: bool) -> str:
-    """Return the workload that is used if the user names none; on CPUs, it is a smaller one."""
+    """Return the workload to use if the user names none, which is a smaller one on CPUs."""
     return f"{framework.replace('tensorflow', 'keras')}_{'mnist' if on_cpu else 'maxer'}"
 
 

@@ -64,7 +64,10 @@ def _find_reason(verdict: Verdict) -> str:
 
 
 def _lacks_comparison(verdict: Verdict) -> bool:
-    """Return whether there was no time to compare the unequal shares with any other layout."""
+    """Return whether there was no time to compare the plan's unequal shares with another layout.
+
+    Returns False for plans without unequal shares.
+    """
     if verdict.chosen.kind != "other_shares":
         return False
     compared = [rival for rival in verdict.rivals if rival.gain is not None]

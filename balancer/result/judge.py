@@ -662,10 +662,10 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 
 
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
-    """Return the labels of the plan's devices that lack bfloat16 hardware.
+    """Return the labels of the plan's devices that lack bfloat16 hardware, if others have it.
 
-    Returns an empty tuple if the workload doesn't use bfloat16, or if none of the plan's devices
-    has such hardware.
+    Returns an empty tuple if none of the plan's devices has such hardware, or if the workload
+    doesn't use bfloat16.
     """
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs

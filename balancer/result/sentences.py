@@ -280,10 +280,10 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """Return whether the text for users can compare a layout with the plan.
+    """Return whether sentences for users can compare a layout with the plan.
 
-    It can if the gain over the layout is known. It also can if the layout's speed is uncertain,
-    because the text then says so instead.
+    They can if the plan's gain over the layout is known, or if the layout's speed is too uncertain
+    to compare: then they say that it is uncertain.
     """
     return rival.gain is not None or not rival.rate.known
 
@@ -475,8 +475,8 @@ def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
 def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
     """Yield a sentence about why several devices are slower than one.
 
-    Another sentence says so if no layout over several devices was measured at about the plan's
-    batch size.
+    If no layout over several devices was measured at about the plan's batch size, another sentence
+    says so.
     """
     loss = verdict.split_loss
     if verdict.split_unmeasured:
@@ -570,7 +570,7 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_loss(loss: float) -> str:
-    """Return how much slower than the plan a layout is, such as "3.2 % less than the plan".
+    """Return how much slower a layout is than the plan, such as "3.2 % less than the plan".
 
     `loss` is a fraction of the plan's speed. If it is negative, the result says "more" instead.
     """
@@ -618,7 +618,7 @@ def _pick_named(rivals: Sequence[Rival]) -> list[Rival]:
 
 
 def _write_faster(verdict: Verdict, rival: Rival) -> str:
-    """Return a layout's samples/s, and how much faster than the plan it is.
+    """Return a layout's samples/s, and how much faster it is than the plan.
 
     If it ties with the plan, the error of the difference is added.
     """
@@ -638,7 +638,7 @@ def _write_faster(verdict: Verdict, rival: Rival) -> str:
 
 
 def _relative_gain(verdict: Verdict, rival: Rival) -> float:
-    """Return how much faster than the plan a layout is, as a fraction of the plan's speed.
+    """Return how much faster a layout is than the plan, as a fraction of the plan's speed.
 
     It is computed from the rounded samples/s that users read.
     """
@@ -754,9 +754,9 @@ WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _write_percent_lost(gain: float) -> str:
-    """Return how much slower than the plan a layout is, in percent.
+    """Return how much slower a layout is than the plan, in percent.
 
-    `gain` is how much faster the plan is, as a fraction.
+    `gain` is how much faster the plan is than the layout, as a fraction.
     """
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)

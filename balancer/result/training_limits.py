@@ -131,7 +131,7 @@ class _Measured:
         self.closer = looks[-1] if looks else None
 
     def list_breakdowns(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return the probes that measured the parts of a device's step, each with these times."""
+        """Return the probes that timed the parts of a device's step, each with the parts' times."""
         return [(turn, part) for turn in self.turns if (part := turn.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
@@ -198,7 +198,7 @@ class _Measured:
         return (self.compute_seconds(position) or self.step_s) * fmean(waits)
 
     def list_slowest(self) -> list[int]:
-        """Return the positions of the devices within 10 % of the longest compute time."""
+        """Return the positions of the devices whose compute time is within 10 % of the longest."""
         longest = max((self.compute_seconds(i) for i in self.layout.computing), default=0.0)
         return [i for i in self.layout.computing if self.compute_seconds(i) >= LONGEST * longest]
 
@@ -213,10 +213,10 @@ class _Measured:
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Convert a time in the detailed probe to what it would be in a normal step of the layout.
+        """Convert a time measured in a detailed probe to the time it takes in a normal step.
 
-        Steps of the detailed probe may be slower, so the time is scaled by the ratio of the step
-        times.
+        A detailed probe also times steps without data loading or launch delays. Its normal steps
+        may take longer than the layout's step time, so the time is scaled by the ratio of the two.
         """
         assert self.closer is not None
         return seconds * self.step_s / self.closer.step_seconds
@@ -446,7 +446,11 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """Return whether the driver's sample of GPU use was taken mostly during the measurement."""
+    """Return whether the driver's sample of GPU use is mostly from the time of the measurement.
+
+    It isn't if this session's kernels ran for under 5 % of the sample: most of it then comes from
+    before they began. Returns True if that fraction is unknown.
+    """
     return part.busy is None or part.busy >= LEAST_BUSY
 
 

@@ -221,7 +221,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """Return the names to lock for a device: each core of a CPU slice, or the GPU."""
+    """Return the names to lock for a device: one for each core of a CPU device, one for a GPU."""
     # two CPU slices that overlap exclude each other
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 

@@ -92,7 +92,7 @@ class Lengths:
         return below.repeat(-(-rows // stop))[:rows]
 
     def count(self, rows: torch.Tensor) -> Work:
-        """Return how many tokens one pass of these rows has, with and without padding."""
+        """Count the tokens of rows that are computed in one pass, with and without padding."""
         own = self.tokens[rows]
         longest = int(own.max())
         padded = len(rows) * longest

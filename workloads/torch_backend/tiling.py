@@ -49,8 +49,9 @@ class Tiles:
     ) -> Tiles:
         """Apply a convolution or pooling to each tile.
 
-        `stride` is its stride. `border` is the number of pixels that it needs from neighboring
-        tiles.
+        `compute` is the convolution or pooling, and `stride` is its stride. `border` is the number
+        of pixels that it needs beyond each edge of a tile. They are copied from neighboring tiles,
+        or 0 outside the image.
         """
         rows, columns = ([cut // stride for cut in cuts] for cuts in (self.rows, self.columns))
 
