@@ -58,7 +58,7 @@ class LeftOutBatches:
         return bool(self._usual)
 
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
-        """Begin a step, and return an earlier step that only some ranks skipped, with these ranks.
+        """Begin a step; return an earlier step that only some ranks skipped, and those ranks.
 
         The result is None if there is no such step. Ranks without rows don't count. All ranks have
         to call this for the same steps, and get the same result.
@@ -99,7 +99,7 @@ def _meets_in(step: int) -> bool:
 def _find_first_uneven(
     skipped: dict[int, list[int]], with_rows: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that only some ranks skipped, with these ranks, or None.
+    """Return the first step that only some ranks skipped, and the ranks that skipped it, or None.
 
     `skipped` lists, for each step, the ranks that skipped it. `with_rows` lists the ranks that have
     rows; the other ranks needn't have skipped the step.

@@ -107,7 +107,7 @@ def grow_segments(gpu: int) -> None:
 def _allocator_settings() -> str:
     """Return the CUDA allocator's settings.
 
-    PyTorch 2.11 can't be asked for them, so they are read from the environment.
+    PyTorch 2.11 has no function that returns them, so they are then read from the environment.
     """
     ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if ask is not None:

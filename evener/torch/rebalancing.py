@@ -74,7 +74,7 @@ class Rebalancing:
         self._fewest = FEWEST_WINDOWS
 
     def describe_pending(self) -> PendingShares | None:
-        """Return how many measurement windows are finished, and how many a change requires.
+        """Return how many measurement windows have ended, and how many a change of shares requires.
 
         The result is None if something other than compute time limits the steps.
         """

@@ -46,7 +46,7 @@ Model = TypeVar("Model")
 def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
     """Raise RequestError if the rows of a loader can't be assigned by length.
 
-    They can't in validation, with rebalancing, and with Lightning's strategy.
+    This is the case in validation, with rebalancing, and with Lightning's strategy.
     """
     if not training:
         raise RequestError(

@@ -484,10 +484,10 @@ class TrainingAudits:
         return fault or record
 
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
-        """Audit a loss by repeating its recorded calls on a few rows.
+        """Audit a loss by repeating the recorded calls that computed it, on a few rows.
 
-        The user's script multiplied the loss by `factor` on this rank. `counted` returns the
-        denominator of a part's mean loss; None means the row count.
+        The user's script multiplied the loss by `factor` on this rank; the audit undoes this.
+        `counted` returns the denominator of a part's mean loss; None means the row count.
         """
 
         weights = self._training.weights
@@ -943,9 +943,14 @@ def make_share_computations(
 def make_launcher_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return what an audit compares: the gradient of a few rows in equal and in unequal parts.
+    """Return what an audit compares: the gradient of a few rows in two equal and two unequal parts.
 
-    There are two parts in both cases. The arguments are those of `make_share_computations`.
+    Arguments:
+
+    - `few`: the rows.
+    - `loss`: returns the mean loss of a part.
+    - `counted`: returns the denominator of this mean; None means the row count.
+    - `micro`: maximum rows per pass; 0 means one pass per part.
     """
     made = make_share_computations(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # two rows can only be cut in one way

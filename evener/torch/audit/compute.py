@@ -45,7 +45,7 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 
 
 class GradientSketcher:
-    """Computes gradients for audits, and reduces each gradient to a sketch, a few random sums.
+    """Computes gradients for audits, and reduces each gradient to a sketch of random projections.
 
     Sketches are computed inside the context of `open`. Arguments:
 

@@ -343,7 +343,7 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """Compute a randomized leaky ReLU with its mean slope, and store the factors in `slopes`.
+    """Compute a randomized leaky ReLU with its mean slope; store each input's slope in `slopes`.
 
     The mean slope is halfway between `lower` and `upper`.
     """

@@ -634,8 +634,15 @@ def _replay_entries(
 ) -> None:
     """Repeat recorded calls in order, and add their results to `known`.
 
-    The arguments are the same as for `replay`. Raises ValueError if a call returns a different
-    number of tensors than when it was recorded.
+    Arguments:
+
+    - `known`: the tensors that replace recorded ones, by the id of the recorded tensor.
+    - `rows`: row count of the new rows.
+    - `convert_number`: called with each number among the arguments; returns the number to use.
+    - `replacements`: objects that replace recorded ones, by class; None for a class whose object
+      can't be replaced.
+
+    Raises ValueError if a call returns a different number of tensors than when it was recorded.
     """
     for entry in entries:
         if entry.generator is not None:

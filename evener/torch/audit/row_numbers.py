@@ -28,7 +28,7 @@ class RowRandomness(EvenRandomness):
 
     - `first`: index of the pass's first row.
     - `rows`: row count of the pass.
-    - `by_row`: indices of those random operations in the pass that have an entry for each row. The
+    - `by_row`: indices of the pass's random operations whose results have one entry per row. The
       other operations give every row the same numbers.
     - `disturbance`: seed of random errors to add to results, as large as rounding errors; 0 adds
       none.
@@ -93,7 +93,7 @@ def _count_entries(argument: Any, size_index: int | None) -> int:
 def _cut(argument: Any, is_size: bool, row: int, rows: int) -> Any:
     """Return a random operation's argument for a single row: the one with index `row`.
 
-    `rows` is the row count of the pass. Arguments without an entry for each row are returned
+    `rows` is the row count of the pass. Arguments that don't have one entry per row are returned
     unchanged. `is_size` is whether the argument is the size of the result.
     """
     if is_size:
@@ -116,8 +116,8 @@ def find_loss_by_rows(
 ) -> tuple[float, float] | None:
     """Compute the loss in equal and in unequal parts, while each row draws its own random numbers.
 
-    Return both losses if they differ, else None. The result is also None if no random operation has
-    an entry for each row. `sketcher` has to compute only losses.
+    Return both losses if they differ, else None. The result is also None if no random operation
+    returns one entry per row. `sketcher` has to compute only losses.
     """
     with sketcher.open():
         found = _compare_losses(
@@ -134,7 +134,7 @@ def find_random_count(
     """Compare the losses of an audit again, this time with each row drawing its own random numbers.
 
     The result is the difference if the losses differ by more than rounding. It is None if they
-    agree, if they can't be computed, or if no random operation has an entry for each row. With
+    agree, if they can't be computed, or if no random operation returns one entry per row. With
     `add_noise`, noise is added to weights whose values are all the same.
     """
     before, sketcher.losses_only = sketcher.losses_only, True
@@ -161,8 +161,8 @@ def _compare_losses(
     """Compare the losses of two computations, while each row draws its own random numbers.
 
     The result is None if the losses agree or can't be compared. With `measures_rounding`, the
-    effect of rounding errors is measured on these rows, and a smaller difference also counts as
-    agreement.
+    effect of rounding errors is measured on these rows, and losses that differ by less than this
+    effect also count as equal.
     """
     if not (reference and trained):
         return None
@@ -187,10 +187,10 @@ def _compare_losses(
 
 
 def _find_draws_by_row(sketcher: GradientSketcher, passes: Sequence[_Pass]) -> frozenset[int]:
-    """Return the indices of the random operations that have an entry for each row in all passes.
+    """Return the indices of the random operations that return one entry per row in every pass.
 
-    The result is empty if all passes have the same number of rows, because a matching length may
-    then be a coincidence.
+    The set is empty if all passes have the same number of rows, because an operation may then have
+    that many entries by coincidence.
     """
     if len({each.rows for each in passes}) < 2:
         return frozenset()
@@ -209,7 +209,8 @@ def _sum_losses(
     """Return the sum of the passes' losses, and the precision of the dtypes used to compute them.
 
     The precision is a relative difference: gradients of these dtypes that differ by less count as
-    equal. `by_row` and `disturbance` are arguments of RowRandomness.
+    equal. `by_row` has the indices of the random operations that draw different numbers for each
+    row. `disturbance` is the seed of random errors to add to results; 0 adds none.
     """
     found = [
         sketcher.sketch(

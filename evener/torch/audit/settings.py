@@ -44,7 +44,7 @@ class LossSettings:
         code: Code | None = None,
         holders: Iterable[Any] = (),
     ) -> bool:
-        """Return whether a setting has changed that had stayed the same for at least three checks.
+        """Return whether any setting has changed after staying the same for at least three checks.
 
         Arguments:
 
@@ -89,7 +89,7 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, settings: Mapping[Key, Any], check: int) -> bool:
-        """Record the current settings; return whether one that had stayed the same has changed.
+        """Record the current settings; return whether any has changed after staying the same.
 
         A setting has stayed the same if its value didn't change for at least three checks. `check`
         is the index of the current check.
@@ -120,7 +120,7 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """Return whether a setting of the module that had stayed the same has changed.
+        """Return whether any setting of the module has changed after staying the same.
 
         A setting has stayed the same if its value didn't change for at least three checks. `check`
         is the index of the current check.

@@ -1,13 +1,14 @@
-"""Reduce a loss's gradient to a sketch: a few random sums of each tensor's gradient.
+"""Reduce a loss's gradient to a sketch: a few random projections of each tensor's gradient.
+
+A random projection is the sum of a gradient's values, each multiplied by a random sign. To compute
+it, the gradient is reshaped to a matrix, whose rows are called lines here. Small gradients wait
+until several can be projected together. A GPU projects many of them in the time that it takes to
+launch the kernels for one.
 
 torch.autograd.grad computes the gradients. It runs none of the hooks that accumulate gradients, so
 the step's own gradients stay unchanged, and no all-reduce starts. If memory is short, a hook on
 each tensor adds its gradient to the sums at once, and returns an expanded zero in its place, which
 frees the memory.
-
-A gradient is reshaped to a matrix, whose rows are called lines here, and multiplied by random signs
-(projected). Small gradients wait until several can be projected together. A GPU sums many of them
-in the time that it takes to launch the kernels for one.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class _Layout(msgspec.Struct, frozen=True, eq=False):
 
 
 class LineSums(msgspec.Struct, frozen=True, eq=False):
-    """Random sums of several gradients: one set of sums for each line (row of a gradient's matrix).
+    """Random projections of several gradients, one set for each line (row of a gradient's matrix).
 
     `counts` has each gradient's number of lines. `lines` has shape (lines, PROJECTIONS), in
     float64, with the lines of all gradients in order.
@@ -135,7 +136,7 @@ def _caught_gradients(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Te
 
 
 def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Reduce a gradient to a few random sums, in float64."""
+    """Reduce a gradient to a few random projections, in float64."""
     if gradient.is_sparse:
         return _project_sparse(gradient.coalesce(), signs)
     if gradient.numel() <= JOINED:
@@ -163,7 +164,7 @@ def _zero_sums(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
-    """Reshape each gradient to a matrix, and return random sums of each of its rows (lines).
+    """Reshape each gradient to a matrix, and return random projections of its rows (lines).
 
     The gradients must have the same device and dtype.
     """
@@ -178,7 +179,7 @@ def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
 
 
 def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
-    """Add up the random sums of each gradient's lines; return one list of totals per gradient.
+    """Add up the random projections of each gradient's lines; return a list of totals per gradient.
 
     A line is a row of the matrix that a gradient is reshaped to.
     """
@@ -205,7 +206,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Reduce a sparse gradient to the same random sums as the equivalent dense gradient."""
+    """Reduce a sparse gradient to the same random projections as the equivalent dense gradient."""
     # Each stored row of the gradient is one line. A line's sign depends on its index in the dense
     # gradient, not on the other stored lines.
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)
@@ -218,7 +219,7 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 
 
 class GradientSums:
-    """Adds up the random sums of gradients over several passes.
+    """Adds up the random projections of gradients over several passes.
 
     Arguments:
 

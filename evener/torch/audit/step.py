@@ -48,7 +48,7 @@ class Audited(msgspec.Struct, frozen=True):
     fault: str  # why the audit is inconclusive, as a part of a message, or ""
     # False if the reference gradient has infinities or NaN; then the audit is inconclusive
     finite: bool
-    sketch: Sketch  # random sums of the reference gradient
+    sketch: Sketch  # random projections of the reference gradient
     changed: tuple[str, ...]  # names of buffers that a pass changes
     # differences that rounding causes, by tensor; None if they weren't measured
     noises: Mapping[str, float] | None = None

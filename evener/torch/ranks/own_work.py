@@ -229,7 +229,8 @@ class _MarkedStep(NamedTuple):
 class _Untimed(msgspec.Struct):
     """Totals for the batches since the last timed one.
 
-    They have no time stamps, so the host measures only their time for files and validation.
+    No time stamps are recorded for these batches. Only the time that they spent on files and on
+    validation is known, from the host's clock.
     """
 
     batches: int = 0
@@ -963,7 +964,11 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Estimate the duration of a validation's last batch as the mean of its other batches."""
+    """Estimate the duration of a validation's last batch as the mean of its other batches.
+
+    `others_s` is the time that the other batches took together. `batches` is the number of batches
+    with the last one.
+    """
     return others_s / (batches - 1) if batches > 1 else 0.0
 
 
@@ -973,9 +978,9 @@ def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's seconds for input, for computing, for waiting, and between steps.
+    """Return how long a step took for input, computing and waiting, and the time between steps.
 
-    `sums` has the step's durations in the order of StepSums' fields.
+    All four are in seconds. `sums` has the step's durations in the order of StepSums' fields.
     """
     # if ranks wait for each other within a pass, that counts as computing
     step = StepSums(0, *sums[1:])

@@ -285,7 +285,7 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """Call `advise` with the error if this process exits with one, and print the result."""
+    """If this process exits with an error, call `advise` with it, and print what that returns."""
     # The process also leaves its process group if `watch_peers` was called.
     _ExitActions.advise = advise
     _register_exit()

@@ -310,8 +310,8 @@ class UnevenBatchSampler:
     def rows_of_odd_tail(self) -> object:
         """Return the last batch's row count if it is divided in other ratios than full batches.
 
-        The result is None if the ratios are the same. If they may differ in every step, the
-        result is an object that equals no other object.
+        The result is None if the ratios are the same. If every step may have other ratios, the
+        result is an object that isn't equal to any other.
         """
         if self.changes or self.is_by_length:
             # equals no other object, because each step may weight ranks differently

@@ -98,7 +98,7 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of tensors (target, source) that copy a shard into the gathered memory.
+        """List the copies that write a shard to the gathered memory, as pairs (target, source).
 
         `shard` has the elements from `start` to `stop` - 1 of the flat tensor.
         """
@@ -128,7 +128,7 @@ def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
 
 
 def _repeat(target: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of tensors (target, source) that fill `target` with copies of `own`."""
+    """List the copies that fill `target` by repeating `own`, as pairs (target, source)."""
     times, rest = divmod(target.numel(), own.numel())
     lines = target[: times * own.numel()].view(times, own.numel())
     return [(lines, own.expand(times, own.numel())), (target[times * own.numel() :], own[:rest])]

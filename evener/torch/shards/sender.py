@@ -130,7 +130,7 @@ class GradientSender:
         return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy this rank's weight and its gradients to the send buffer, with zeros for None."""
+        """Copy this rank's weight and gradients to the send buffer; None is sent as zeros."""
         if weight != self._weight:
             self._weight = weight
             self._weights.fill_(weight)
@@ -157,7 +157,7 @@ class GradientSender:
         copies: Sequence[GradientCopy],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copy all gradients of one dtype to the send buffer, with zeros for None."""
+        """Copy all gradients of one dtype to the send buffer; None is sent as zeros."""
         targets, sources = [], []
         for position, elements, target in copies:
             gradient = gradients[position]

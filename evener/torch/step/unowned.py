@@ -85,7 +85,10 @@ class UnownedTensors:
         return any(group.has_summed(tensor) for group in self._groups)
 
     def weight(self) -> float | None:
-        """Return the weight of this rank's gradients, or None if gradients aren't summed now."""
+        """Return the weight of this rank's gradients, or None if they aren't weighted.
+
+        For example, they aren't weighted during an audit.
+        """
         weigh = self.weigh()
         return None if weigh is None else weigh()
 

@@ -126,7 +126,7 @@ class BatchWeights(BatchTracker):
     def weigh_tensors(self) -> float | None:
         """Return the current weight for gradients of tensors that no module owns.
 
-        The result is None if they aren't weighted now.
+        The result is None during an audit and, unless losses are scaled, outside of training loops.
         """
         if self._auditing:
             return None

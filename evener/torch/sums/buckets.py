@@ -96,10 +96,10 @@ class Bucket:
             self._drop_folded(index)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Fill the bucket with weighted gradients and flags, and make each `.grad` a view of it.
+        """Fill the bucket with weighted gradients and `flags`, and make each `.grad` a view of it.
 
-        This is for gradients that aren't views of the bucket yet. `flags` also contains the
-        tail, the values at the end of the bucket that ranks compare.
+        This is for gradients that aren't views of the bucket yet. `flags` has all values that are
+        stored after the gradients: a flag for each parameter, then the tail, which ranks compare.
         """
         # calls as few functions of PyTorch as possible
         if self._fuses and weight not in (0.0, 1.0):
@@ -168,9 +168,9 @@ class Bucket:
         self.flat.zero_()
 
     def weigh(self, weight: float, batch_number: int) -> None:
-        """Prepare the all-reduce: fill the bucket with flags and with gradients times `weight`.
+        """Prepare the all-reduce: write gradients times `weight`, flags and the tail to the bucket.
 
-        `batch_number` is the number of the batch, which ranks compare.
+        The tail includes `batch_number`, the number of the batch, which ranks compare.
         """
         gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):

@@ -92,9 +92,9 @@ class Exchange:
     Every rank of the group has to create one. Raises RequestError if ranks have different models,
     or if the model is sharded. These attributes are callbacks:
 
-    - `begun`: called with two batches when a backward pass reaches the model's outputs: the batch
-      of these outputs, and the batch of the outputs that the same backward pass reached before. If
-      it hasn't reached any before, both are the same.
+    - `begun`: called when a backward pass reaches outputs of the model. Its arguments are the batch
+      of these outputs, and the batch of the outputs that this backward pass has reached before. If
+      these are the first outputs, both arguments are the same batch.
     - `ready`: called when the last gradient is computed.
     - `sent`: called when all buckets are sent.
     - `done`: called when all sums are complete.
