@@ -200,7 +200,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _host_failure(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """Return the failure of a probe because one of its hosts can't be reached any more."""
+        """Return the failure of a probe that has lost the connection to one of its hosts."""
         active = probe.layout.active
         rank = next(
             rank
@@ -351,11 +351,11 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the largest share for an extra first step with a smaller batch.
+        """Return the most rows per device in an extra first step; 0 if no such step is needed.
 
         TensorFlow traces a function for the first batch size. At the second batch size, it traces
-        it once more, for all sizes. The extra step keeps this out of the measurement. Returns 0 if
-        no such step is needed.
+        it once more, for all sizes. The extra step has a smaller batch than the probe, so that both
+        traces are done before steps are timed.
         """
         request = self._resolved.request
         traced = (
@@ -540,7 +540,10 @@ class ChildProber:
         return () if failure.gpu is None else group_key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Save the stack of a stopped probe, and report which line of the user's code ran."""
+        """Save the stack of a stopped probe, and report it.
+
+        The report says which line of the user's code was running.
+        """
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         # the stack is saved if it contains a line of the user's code
         saved = stack.where and self._save_output(

@@ -66,7 +66,7 @@ class LocalHost:
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the method with this name.
+        """Call the method with this name, and return its result.
 
         `RemoteHost.ask` does the same on another host.
         """
@@ -315,9 +315,10 @@ class RemoteHost:
         threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
 
     def ask(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call a method of the HostService on the remote host; restart the service once if it died.
+        """Call a method of the HostService on the remote host, and return its result.
 
-        Raises HostLostError if the host doesn't answer.
+        If the service has died, it is restarted once, and the call is repeated. Raises
+        HostLostError if the host doesn't answer.
         """
         if self._lost is not None:
             raise self._lost

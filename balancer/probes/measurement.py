@@ -166,8 +166,8 @@ class Measurement:
         """Prepare the processes, time blocks of steps, and return the result.
 
         - `started`: the monotonic time at which the probe began.
-        - `warm_up_share`: the largest share of an extra first step with a smaller batch; 0 means no
-          such step.
+        - `warm_up_share`: the most rows per device in an extra first step with a smaller batch; 0
+          means no such step.
         - `short_bytes`: how many bytes other programs hold on each device; copied into the result.
 
         Raises GroupError if a process fails, and StoppedError once `stop` is set.

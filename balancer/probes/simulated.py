@@ -89,8 +89,8 @@ class SimulatedProber:
     def facts(self) -> Facts:
         """Return the facts about the simulated workload.
 
-        They are a digest of the machine's description, and the memory of the model's state. The
-        memory is None for a model that can't be sharded.
+        These include a digest of the machine's description, which identifies the workload, and how
+        much memory the model's state takes (None for a model that can't be sharded).
         """
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
@@ -127,7 +127,7 @@ class SimulatedProber:
 
 
 class _SimulatedProbe:
-    """A simulated probe, which computes its progress reports and its outcome."""
+    """One simulated probe; computes its progress reports and its outcome when it is created."""
 
     def __init__(
         self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0
@@ -305,10 +305,10 @@ class _SimulatedProbe:
         return step + longest_held - longest, held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """Return the largest slowdown of any device by throttling, as a fraction.
+        """Return the slowdown of the most throttled device, as a fraction, and its position.
 
-        `elapsed` is the time since the probe began, in seconds. Also returns the position of that
-        device, or -1 if no device is throttled.
+        The position is -1 if no device is throttled. `elapsed` is the time since the probe began,
+        in seconds.
         """
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)

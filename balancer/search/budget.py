@@ -242,7 +242,7 @@ class Budget:
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
         """Return the total budget, in seconds, that is enough to try more jobs on a device.
 
-        `grown_seconds` is how long it takes to measure them.
+        `grown_seconds` is how long the measurements with more jobs take.
         """
         # packs may grow only until a fixed fraction (GROWS) is spent, which includes exploration
         # and the first turns

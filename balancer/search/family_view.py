@@ -102,8 +102,8 @@ class FamilyView:
         """Return the layout in which jobs on one device each get an equal part of its memory.
 
         It has as many jobs as `plain`, the best layout of jobs that share memory freely. If there
-        is no time left to measure this layout, the layout of this kind with the most jobs among
-        those that ran is returned.
+        is no time left to measure it, but layouts of this kind with other numbers of jobs ran, the
+        one with the most jobs among those is returned.
         """
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (timed.probe.layout for timed in self._seen.timed())

@@ -53,7 +53,10 @@ class LayoutOptions(msgspec.Struct, frozen=True):
 
     @property
     def with_splits(self) -> bool:
-        """Whether steps over several devices have to be measured before the final comparison."""
+        """Whether splits (steps over several devices) are measured before the final comparison.
+
+        They are if a requested layout family has costs that only such steps show.
+        """
         return any(family.explored for family in self.wanted)
 
 

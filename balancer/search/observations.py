@@ -192,7 +192,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return the measurements made of a layout after it had won, by round.
+        """Return the measurements of a layout that were made after it had won, by round.
 
         Measurements in which a device was throttled are left out if the device has recovered since.
         """
@@ -253,7 +253,10 @@ class Observations:
         return [one for one in timed if self._still_fits(one.probe.layout, full)]
 
     def _still_fits(self, layout: Layout, out_of_memory: Sequence[Layout]) -> bool:
-        """Whether a layout is expected to run again, given the layouts that ran out of memory."""
+        """Whether all devices of a layout still work, and probably have enough free memory for it.
+
+        `out_of_memory` are the layouts that ran out of memory and would do so again.
+        """
         if self.gone.keys() & layout.active:
             return False
         same_place = (layout.kind, layout.active)
@@ -289,7 +292,7 @@ class Observations:
     # ------------------------------------------------------------------ failures and costs
 
     def _is_worth_retry(self, observation: Observation) -> bool:
-        """Whether a probe failed, perhaps by accident, and should be run once more."""
+        """Whether a probe should be run again, because it failed and this may be accidental."""
         if not isinstance(observation, Failed) or len(self._failures[observation.probe]) >= TRIES:
             return False
         if observation.cause == "unsupported":

@@ -70,7 +70,10 @@ class Packing:
 
     @property
     def still_gains(self) -> bool:
-        """Whether the largest number of jobs so far is the fastest; more may be even faster."""
+        """Whether the largest number of jobs so far is the fastest.
+
+        Even more jobs may then be faster still.
+        """
         return len(self._rates) > 1 and best_size(self._rates) == max(self._rates)
 
     @cached_property

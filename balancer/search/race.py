@@ -188,7 +188,7 @@ class Race:
     def _first_turn_key(self, candidate: Candidate) -> tuple[bool, float]:
         """Sort key for the first round: fast layouts with short probes come first.
 
-        The budget may run out before all are measured.
+        This matters because the budget may run out before all layouts are measured.
         """
         comparable = [candidate]
         if not candidate.synchronous:

@@ -42,13 +42,16 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_impossible(self) -> End | None:
-        """Return None: with such rows, only measurements can show that no layout works."""
+        """Return None, because no reason is known in advance.
+
+        If all rows cost the same, only measurements can show that no layout works.
+        """
         return None
 
     def is_sensible(self, layout: Layout) -> bool:
         """Whether the layout may become the plan.
 
-        Layouts on a single device may not if the workload needs all devices, or if they use
+        Layouts on a single device are ruled out if the workload needs all devices, or if they use
         gradient accumulation although the batch is free.
         """
         if layout.traits.together:

@@ -103,10 +103,10 @@ class Search:
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest global batch that leaves enough steps in an epoch.
+    """Return the largest global batch to allow, so that an epoch has enough steps.
 
-    `rows` is the number of rows in the data set. If the data set is small, a larger batch is
-    returned, with which an epoch has fewer steps.
+    `rows` is the number of rows in the data set. If there are few rows, a larger batch is allowed,
+    although an epoch then has fewer steps.
     """
     quantum = problem.multiple_of
     # with few rows, an epoch may have fewer steps

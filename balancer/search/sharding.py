@@ -465,8 +465,8 @@ class Sharding:
     def _bytes_without_state(self, timed: Timed) -> tuple[int | None, ...]:
         """Return each device's peak bytes, minus the bytes of its state.
 
-        None where the memory is unknown, or where it is so small that it shows nothing about the
-        rows.
+        None for a device whose memory use is unknown, or is no larger than the state itself, so
+        that it shows nothing about the rows.
         """
         layout = timed.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)

@@ -310,18 +310,18 @@ class SoloStage:
         }
 
     def _micro_batch(self, position: int, share: int) -> int:
-        """Return the rows of each gradient-accumulation pass in which a share is computed.
+        """Return how many rows of its share a device computes in each gradient-accumulation pass.
 
-        This is the share itself if one pass is enough.
+        This is the whole share if one pass is enough.
         """
         curve = self._lower_bound_curves[position].curve
         return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 
     def _expected_gain(self, most_promising: Allocation) -> float:
-        """Return the speedup to expect from the most promising layout.
+        """Return the speedup to expect from the most promising layout, as a fraction.
 
-        It is relative to the fastest layout in which no device exceeds the batches that it ran. 0.1
-        is 10 % more samples/s. Infinite if nothing ran yet.
+        0.1 means 10 % more samples/s than the fastest layout in which no device has a larger batch
+        than it ran before. Infinite if nothing ran yet.
         """
         ran = []
         for one in self._live:

@@ -104,10 +104,10 @@ class SplitStage:
         return max((*splits, *others_idle), default=0.0)
 
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
-        """Return the layout to measure, and its expected step time in seconds.
+        """Return `layout` or one with smaller passes, and its expected step time in seconds.
 
-        It has smaller passes than `layout` if a device ran out of memory before, and if there is no
-        time for a second attempt.
+        Smaller passes, which are sure to fit, are used if a device ran out of memory before, and if
+        there is no time for a second attempt. `seconds` is the expected step time of `layout`.
         """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)

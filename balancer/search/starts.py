@@ -92,7 +92,7 @@ class StartTimes:
 
     @cached_property
     def _recovering_groups(self) -> set[Layout]:
-        """The processes that kept running every time they ran out of memory, by group key.
+        """The group keys of processes that kept running every time they ran out of memory.
 
         A group key (`Layout.group_key`) is a layout without its sizes. Layouts with equal keys use
         the same processes.

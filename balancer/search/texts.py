@@ -35,15 +35,16 @@ class TextPolicy:
     def is_sensible(self, layout: Layout) -> bool:
         """Whether the layout may become the plan.
 
-        Layouts whose rows all have one length may not: they only serve to measure what that length
-        costs.
+        Layouts whose rows all have one length are ruled out: they only serve to measure what that
+        length costs.
         """
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def seconds_alone(self, _layout: Layout) -> float | None:
         """Return None, because this time isn't predicted for rows of unequal length.
 
-        For other rows, it is how long the slowest device would take for its rows on its own.
+        `RowPolicy.seconds_alone` returns how long the slowest device would take for its rows if it
+        trained on its own.
         """
         return None
 

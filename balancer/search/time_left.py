@@ -79,9 +79,9 @@ class TimeLeft:
     def times_single_step(self, step_seconds: float, fraction: float = 1 / SURPRISE) -> bool:
         """Whether steps are so slow that a probe should time just one.
 
-        They are if a probe that is long enough to show the noise of steps would take more than
-        `fraction` of the remaining time. It is more useful to measure several batches with an error
-        of 3 % each than to measure a few exactly.
+        This is so if a probe that is long enough to show the noise of steps would take more than
+        `fraction` of the remaining time. Measuring several batches with an error of 3 % each is
+        more useful than measuring a few exactly.
         """
         if not self._single_steps_save_time or step_seconds < SHORTEST_SINGLE_STEP:
             return False

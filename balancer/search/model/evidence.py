@@ -64,10 +64,10 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     def solo_points(self, device_count: int) -> tuple[Point, ...]:
         """Return the step times from which the device's speed on its own is estimated.
 
-        These are the measurements of the solo stage, and others that are added to them: steps over
-        several devices, and steps measured while the other devices were idle. If the search has
-        several devices (`device_count`), these others are only used for batches above the largest
-        one of the solo stage. If it has one device, all are used.
+        These are the measurements of the solo stage. Steps over several devices, and steps measured
+        while the other devices were idle, are added to them. If the search has several devices
+        (`device_count`), such steps are added only for batches above the largest one of the solo
+        stage. If it has one device, all are added.
         """
         # with a single device, all points were measured under the same conditions
         largest = max((p.batch for p in self.alone), default=0) if device_count > 1 else 0

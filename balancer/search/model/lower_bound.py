@@ -104,11 +104,11 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, slope_across: float) -> float:
-    """Return the bound's slope, in seconds per row, after the point `points[right - 1]`.
+    """Return the slope with which the bound continues after the point `points[right - 1]`.
 
-    It is the same as before that point. Before the first point, it is unknown, and is derived from
-    the points that follow. `slope_across` is the slope of the line from `points[right - 1]` to
-    `points[right]`.
+    It is in seconds per row, and is the slope of the line from the previous point to this one. For
+    the first point, it is derived from the points that follow. `slope_across` is the slope of the
+    line from `points[right - 1]` to `points[right]`.
     """
     # the time may continue to rise as before `points[right - 1]`
     if right > 1:

@@ -160,9 +160,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _line_is_refuted(self) -> bool:
-        """Whether at least two failures have shown that the predicted limit is too high.
+        """Whether failures have shown that the limit predicted by the memory line is too high.
 
-        Also true if there were two failures and no limit can be predicted.
+        This takes at least two failures. It is so if the limit isn't below the smallest batch that
+        failed, or if no limit can be predicted.
         """
         if self.failure_count < 2:
             return False

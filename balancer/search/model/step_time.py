@@ -398,12 +398,12 @@ def _fit_to_plateaus(points: Sequence[Point], plateaus: Sequence[int]) -> Piecew
 def _find_feasible_region(
     batches: Sequence[int], plateaus: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the parameters of plateaus that are consistent with the measured batches.
+    """Return which parameters of the plateaus agree with the measured batches.
 
     `plateaus` has the plateau number of each batch. There are two parameters: the number of
-    plateaus per row, and an offset in plateaus. The possible values form a region, whose vertices
-    are returned. Each is a tuple (plateaus per row, lowest offset, highest offset). Empty if no
-    values are possible.
+    plateaus per row, and an offset in plateaus. The possible values form a region. The result lists
+    its vertices, each as a tuple (plateaus per row, lowest offset, highest offset). It is empty if
+    no values are possible.
     """
     pairs = list(combinations(zip(batches, plateaus, strict=True), 2))
     # bounds of 1 / width
