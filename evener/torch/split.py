@@ -337,7 +337,7 @@ class Split(PlannedTraining):
 
         Every rank has to call this. Without `optimizer`, only the model is written. The files are
         safetensors, which `from_pretrained` of transformers can read. `extra` is any value that
-        JSON can store. The previous checkpoint stays complete until the new one is. Raises
+        JSON can store. The previous checkpoint is kept until the new one is complete. Raises
         RequestError on every rank if writing fails.
         """
         _checkpoints().save(folder, model, optimizer, extra)

@@ -350,7 +350,7 @@ class BatchWeights(BatchTracker):
         ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """Return the number of passes that every rank has to run, or 0 if the numbers may differ.
+        """Return how many passes every rank has to run, or 0 if ranks may run different numbers.
 
         Raises RequestError if the numbers have to be equal and rows are assigned by length.
         """
