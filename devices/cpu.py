@@ -113,7 +113,7 @@ class CpuSource:
         self._clocks: dict[str, tuple[Reading, Reading]] = {}
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the CPU slices."""
+        """Return the CPU devices: equal slices of the machine's logical CPUs."""
         return self._devices
 
     def sample(self) -> Snapshot:
@@ -189,7 +189,7 @@ class CpuSlices(Backend):
     """The backend of CPU slices, which are requested as `cpu`, `cpu/N` or `cpu/N:I`.
 
     If a slice's compute is limited, the process that measures training enforces the limit itself:
-    it spins before each step.
+    it spins before each step, so that the step takes as long as on a slower CPU.
     """
 
     kind = "cpu"

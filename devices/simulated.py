@@ -94,10 +94,10 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 
 
 def _check_positions(file: MachineFile, source: str) -> None:
-    """Raise `RequestError` if two placements have the same name, or if there are too few devices.
+    """Raise `RequestError` if two placements have the same name, or if a device doesn't exist.
 
-    There are too few if a placement uses more devices than the machine has, or if an event is for a
-    device that it doesn't have.
+    A placement may not use more devices than the machine has, and an event may only be for a device
+    that the machine has. `source` is the file's name in error messages.
     """
     devices = len(file.device)
     for i, placement in enumerate(file.placement):

@@ -229,8 +229,8 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
     """Return the total of several training rates as a reading.
 
     `parts` contains pairs of a rate and the number of seconds that its report is overdue. Rates
-    that are more than 5 seconds overdue are ignored. If all are, their sum is returned as a stale
-    reading. If `parts` is empty, the reading is unsupported.
+    that are more than 5 seconds overdue are ignored, unless all of them are; then their sum is
+    returned as a stale reading. If `parts` is empty, the reading is unsupported.
     """
     if not parts:
         return Reading(State.UNSUPPORTED)
@@ -274,10 +274,11 @@ def _with_local_ids(
 def _number_devices(
     indices: Sequence[int], process_devices: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Return a dict that maps indices in a process's report to devices.
+    """Return a dict that maps the device indices in a process's report to devices.
 
-    If the driver sees the process on as many devices as there are indices, they are matched in
-    ascending order. Otherwise, the indices are assumed to be those of the driver.
+    `process_devices` are the devices on which the driver sees the process. If there are as many of
+    them as indices, they are matched in ascending order. Otherwise, the indices are assumed to be
+    those of the driver.
     """
     if len(indices) == len(process_devices):
         in_order = sorted(process_devices, key=lambda device: device.index)

@@ -152,7 +152,7 @@ PENDING = Reading(State.STALE)  # no value yet: a rate needs two samples
 
 
 def value(number: float, age_seconds: float = 0.0) -> Reading:
-    """Return a reading with this value, which was measured `age_seconds` ago."""
+    """Return a reading with the value `number`, which was measured `age_seconds` ago."""
     return Reading(_VALUE, float(number), age_seconds)
 
 

@@ -252,7 +252,7 @@ class RemoteObject:
         return self._agent.generation
 
     def restart(self, generation: int) -> bool:
-        """Start a new actor on the host after a failure, which recreates this object.
+        """Start a new actor on the host after a failure, and recreate this object in it.
 
         `generation` is what `self.generation` was when the failed call began. If it has changed,
         another thread has already restarted the actor, and nothing is done. Returns False if the

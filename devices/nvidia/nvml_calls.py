@@ -208,8 +208,8 @@ class Counter:
     def rate(self, reading: Reading, now: float) -> Reading:
         """Return the increase per second since the last reading of the counter.
 
-        It is pending after the first reading and after a reset of the counter. If the counter can't
-        be read, the result says why.
+        The result is pending after the first reading and after a reset of the counter. If the
+        counter can't be read, the result says why.
         """
         number = reading.current
         if number is None and reading.state is not State.STALE:

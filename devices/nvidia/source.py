@@ -136,8 +136,10 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Start the thread that waits for errors of GPUs. The first two calls don't start it."""
-        # so a program that takes one sample doesn't have to wait for the thread when it ends
+        """Start the thread that waits for errors of GPUs, but not before the third call.
+
+        A program that takes only one sample then doesn't have to wait for the thread when it ends.
+        """
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
             self._events = EventWatch(

@@ -42,9 +42,10 @@ class GroupExit(msgspec.Struct, frozen=True):
 
     @property
     def is_loss(self) -> bool:
-        """True if signals killed the processes.
+        """True if processes were killed by a signal, which suggests that a device has failed.
 
-        This happens when a device fails, but also when the host's memory runs out.
+        This also happens when the host's memory runs out. SIGTERM counts only if no process exited
+        with an error code.
         """
         # SIGTERM doesn't count: it is sent to the other processes after one has failed
         codes = set(self.failures.values())
@@ -287,7 +288,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: list[int]) -> d
 def _end_processes(
     processes: Sequence[subprocess.Popen[bytes]], signal_number: int, grace_seconds: float
 ) -> None:
-    """Send signal `signal_number` to the processes that still run.
+    """Send signal `signal_number` to the processes that are still running.
 
     Those that don't exit within `grace_seconds` are killed.
     """

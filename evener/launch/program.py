@@ -42,7 +42,7 @@ LAUNCHER_MODULES = (
 
 
 class SavedShares(msgspec.Struct, frozen=True):
-    """The program that saved shares belong to: its command, its model and its global batch."""
+    """What saved shares are for: a command, a model and a global batch."""
 
     command: str  # a digest of the program, its arguments and its devices
     origin: SharesOrigin
@@ -70,9 +70,10 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """A short name to show in messages: the script's name if the program is a launcher.
+        """A short name to show in messages.
 
-        Otherwise, it is the name of the program itself.
+        If the program is a launcher such as torchrun, it is the name of the script that is
+        launched, and otherwise that of the program itself.
         """
         started = _find_script(self.arguments) if self._is_launcher else ""
         return Path(started or self.identity).name
@@ -206,11 +207,11 @@ def choose_plan(plan_path: Path | None, devices: str, command: ProgramCommand) -
 
 
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
-    """Measure a program on the devices, and return the path of the plan that results.
+    """Measure a program on the devices, and return the path of the resulting plan.
 
     `devices` is the option `--devices`, and `path` is where to write the plan. `run` is the name of
-    the run, so that the guard can find the measuring processes. Returns None if the plan leaves a
-    device out. Raises RequestError if no plan could be measured.
+    the run, so that the process that cleans up after the launcher can find the measuring processes.
+    Returns None if the plan leaves a device out. Raises RequestError if no plan could be measured.
     """
     # a plan must use all devices, because the program's global batch is meant for all of them
     python = (

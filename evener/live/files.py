@@ -196,8 +196,8 @@ def live_folders() -> tuple[Path, ...]:
 def file_name(pid: int, ticks: int, serial: int) -> str:
     """Return the name of the file for a record.
 
-    `ticks` is the process's start time in clock ticks since boot, and `serial` is the number of its
-    reporter.
+    `ticks` is the process's start time in clock ticks since boot. `serial` is a number that
+    distinguishes the reporters of the process.
     """
     return f"{pid}.{ticks}.{serial}.json"
 

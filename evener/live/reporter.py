@@ -145,7 +145,7 @@ class _Cores:
             self._starved_s += seen.starved_s
 
     def read(self) -> tuple[float, float]:
-        """Return the fraction of time that threads spent waiting for a CPU core.
+        """Return the recent and the overall fraction of time that threads waited for a CPU core.
 
         The first value is for the last few seconds, and the second for the whole run.
         """

@@ -318,9 +318,9 @@ def with_current_schema(plan: Plan) -> Plan:
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """Return the layout with the rows per pass of every share.
+    """Fill in the rows per pass where a share lacks them, and return the layout.
 
-    Older plans lack them if a share takes one pass.
+    In older plans, shares that are computed in one pass lack them.
     """
     shares = (
         msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share

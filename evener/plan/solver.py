@@ -194,10 +194,7 @@ def _divide_rows(
 
 
 def _largest_pass(share: Share) -> int:
-    """Return how many rows are known to fit in a pass on a share's device.
-
-    Returns 0 if the plan has no limit for it.
-    """
+    """Return how many rows fit in a pass on a share's device, or 0 if the plan doesn't say."""
     if share.most:
         return share.most
     return share.micro if share.micro < share.batch else 0

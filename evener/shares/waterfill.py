@@ -55,7 +55,7 @@ class Allocation(msgspec.Struct, frozen=True):
 
     @property
     def global_batch(self) -> int:
-        """The number of rows of all devices."""
+        """The total number of rows of all devices."""
         return sum(share for _, share in self.shares)
 
     @property

@@ -174,7 +174,7 @@ def split_passes(batch: int, micro: int) -> tuple[int, ...]:
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """Return the largest global batch that each device computes in a single pass.
+    """Return the largest global batch for which no device needs more than one pass.
 
     The batch is divided in the same proportions as `shares`. `micros` are the maximum rows per pass
     of each device.
@@ -198,7 +198,7 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """Return shares for validation with which each device takes only one pass.
+    """Return the shares to use for validation, where each device computes its rows in one pass.
 
     `shares` and `micros` are the devices' rows per step and per pass in training.
     """

@@ -23,11 +23,10 @@ SAMPLE_SECONDS = 0.1  # minimum time between two samples
 
 @cache
 def name_product() -> str:
-    """Return the name and version of the library that computes the matrix product.
+    """Return NumPy's name and version, such as "numpy 2.1.0", or "" if it isn't loaded.
 
-    Returns "" if NumPy isn't loaded.
+    NumPy computes the matrix product, so only times with the same version can be compared.
     """
-    # other versions may take longer or shorter
     numpy = sys.modules.get("numpy")
     return f"numpy {numpy.__version__}" if numpy is not None else ""
 
@@ -40,7 +39,7 @@ def _make_product() -> Callable[[], object]:
 
 
 def time_product() -> float:
-    """Compute the matrix product three times, and return the shortest time in seconds.
+    """Compute the fixed matrix product three times, and return the shortest time in seconds.
 
     Returns 0 if NumPy isn't loaded.
     """

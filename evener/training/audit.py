@@ -15,10 +15,11 @@ The code for a framework (`evener/torch/audit` for PyTorch) uses it like this:
    function computes the loss, and which types the batch's tensors have. It doesn't contain lengths
    that vary from batch to batch.
 2. If that returns True, it computes the gradient of some rows both ways, and creates a `Sketch`
-   of each. A sketch has `PROJECTIONS` random sums of every tensor's gradient, so it is far smaller
-   than the gradient. All sketches of an audit use the same random signs, so the sums of several
-   parts can simply be added (`Sketch.add`). The audit restores the state of random number
-   generators, buffers and metrics.
+   of each. A sketch has `PROJECTIONS` random projections of every tensor's gradient, so it is far
+   smaller than the gradient. A projection is the sum of the gradient's elements with random signs.
+   All sketches of an audit use the same signs, so the projections of several parts can simply be
+   added (`Sketch.add`). The audit restores the state of random number generators, buffers and
+   metrics.
 3. `compare(reference, trained)` returns the largest `GradientDifference` that may be more than
    rounding; usually there is none. If there is one, the reference is computed again in `REPEATS`
    other ways that are equal except for rounding. For example, the results of products are changed
@@ -49,7 +50,7 @@ EARLY = 64
 AGAIN_AFTER = 3  # number of steps after a change until another batch is audited
 MOST_CHANGES = 32  # maximum number of signature changes that are audited immediately
 
-PROJECTIONS = 4  # number of random sums per tensor's gradient
+PROJECTIONS = 4  # number of random projections per tensor's gradient
 REPEATS = 3  # number of computations of the reference that are equal except for rounding
 MIXED = "float64 by float32"  # float64 models often compute norms and softmax in float32
 # Relative differences above which repeats measure the rounding. Another order of summation was
@@ -77,7 +78,8 @@ LOSS = "the loss"  # the tensor's name in a sketch if no gradients can be comput
 class Sketch(msgspec.Struct):
     """A small summary of a gradient, used to compare two computations of it.
 
-    It contains a few random sums of each tensor's gradient, and the loss.
+    It contains a few random projections of each tensor's gradient (sums of its elements with random
+    signs), and the loss.
     """
 
     # A sum adds up the gradient's elements with random signs. The standard deviation of such a sum
@@ -89,9 +91,9 @@ class Sketch(msgspec.Struct):
     loss: float = math.nan
 
     def add(self, name: str, dtype: str, sums: Sequence[float]) -> None:
-        """Add the random sums of a tensor's gradient from one pass to those from earlier passes.
+        """Add the random projections of a tensor's gradient in one pass to those of earlier passes.
 
-        `dtype` is the tensor's type, such as "float32".
+        `sums` are the projections. `dtype` is the tensor's type, such as "float32".
         """
         before = self.sums.get(name, (0.0,) * len(sums))
         self.sums[name] = tuple(one + other for one, other in zip(before, sums, strict=True))
@@ -210,8 +212,8 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
     The estimate is the difference between the reference and its repeats. The result is empty if
     there are no repeats.
     """
-    # a tensor's difference, estimated from a few random sums, may be small by chance; so it is at
-    # least the median over all tensors
+    # a tensor's difference, estimated from a few random projections, may be small by chance; so it
+    # is at least the median over all tensors
     if not repeats:
         return {}
     largest = max(map(reference.size, reference.sums), default=0.0)

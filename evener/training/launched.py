@@ -86,7 +86,10 @@ def launched_run() -> str:
 
 
 def launched_records() -> Path | None:
-    """Return the folder in which each process writes its last record for the launcher, or None."""
+    """Return the folder in which each process writes its last record for the launcher.
+
+    Returns None if no launcher reads the records.
+    """
     folder = os.environ.get(RECORDS, "")
     return Path(folder) if folder else None
 

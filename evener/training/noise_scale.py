@@ -75,10 +75,10 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return how the rows needed to reach a given loss change with the batch size, as a factor.
+    """Return the rows needed to reach a given loss with another batch size, as a ratio.
 
-    The batch size changes from `batch` to `other` rows. If it becomes smaller, fewer rows are
-    needed, so the result is below 1.
+    The batch size changes from `batch` to `other` rows. The result is below 1 if it becomes
+    smaller, because fewer rows are then needed.
     """
     return (noise_scale + other) / (noise_scale + batch)
 

@@ -112,7 +112,8 @@ class PassLimit:
     def lowest(self) -> int | None:
         """The maximum number of rows per pass, or None if there is no limit.
 
-        It depends on which passes ran out of memory, and on predicted memory use.
+        It is the lower of two limits: one set after passes ran out of memory, and one from the
+        predicted memory use.
         """
         known = [each for each in (self.most, self.predicted) if each is not None]
         return min(known, default=None)

@@ -453,9 +453,9 @@ class Rebalancer:
         """Return how large a gain must be, as a fraction, for the shares to change.
 
         Noisier measurements require a larger gain, and more windows a smaller one. `span` is the
-        number of windows. Each rank's compute time is its item of `factors` times its item of
-        `seconds`. `rest_s` is how much longer a step takes than the slowest rank computes, in
-        seconds.
+        number of windows. `seconds` are the compute times that are predicted for the ranks, and
+        `factors` are measured compute times divided by predicted ones. `rest_s` is how much longer
+        a step takes than the slowest rank computes, in seconds.
         """
         # Noise is the variation from one window to the next, and drift that over many windows. The
         # longer a rank computes in a step, the more its variation counts.
@@ -620,7 +620,11 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the quantum of shares: 8, 4, 2 or 1 rows. Shares change by multiples of it."""
+    """Return the quantum of shares: 8, 4, 2 or 1 rows. Shares change by multiples of it.
+
+    It is the largest of these numbers that divides all current shares and is at most 1/64 of their
+    mean, or else 1.
+    """
     # the largest that divides all current shares and is at most 1/64 of their mean
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
@@ -676,8 +680,8 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
     """Return True if a rank's factor is closer to its new value than to its usual value.
 
-    Distances are measured on a logarithmic scale. `shift` is the logarithm of the new value divided
-    by the usual value.
+    The factor is the measured compute time divided by the predicted one. Distances are measured on
+    a logarithmic scale. `shift` is the logarithm of the new value divided by the usual value.
     """
     return math.log(factor / usual) / shift > 0.5
 

@@ -320,10 +320,10 @@ class RowAssigner(msgspec.Struct, frozen=True):
         return self._make(tuple(assigned), lengths)
 
     def check(self, lengths: Sequence[int], rows: int) -> None:
-        """Check the lengths of all rows of the data.
+        """Check the lengths of all rows of the data, in tokens.
 
-        Raises RequestError if there aren't `rows` lengths, if one is negative, or if the longest
-        row fits on no device.
+        `rows` is the number of rows in the data. Raises RequestError if the number of lengths
+        differs from it, if a length is negative, or if the longest row fits on no device.
         """
         if len(lengths) != rows:
             raise RequestError(

@@ -164,7 +164,9 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield the part of a step that a field of StepSums measures, if it takes at least 5 %.
+        """Yield the part of a step that a field of StepSums measures.
+
+        Nothing is yielded if the part takes less than 5 % of the step.
 
         - `kind`: the kind of bottleneck to report.
         - `name`: the field of StepSums.
