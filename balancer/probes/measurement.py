@@ -369,7 +369,7 @@ class Measurement:
         )
 
     def _own_seconds(self, replies: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
-        """Return how many seconds of a block each rank computed, without waiting for other ranks.
+        """Return how long each rank computed in a block, in seconds, without waiting for others.
 
         Returns an empty tuple if this can't be measured.
         """

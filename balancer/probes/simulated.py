@@ -109,9 +109,9 @@ class SimulatedProber:
         self._closed.set()
 
     def _wait_until(self, simulated_seconds: float, stop: threading.Event) -> bool:
-        """Advance the simulated clock to this time.
+        """Advance the simulated clock to this time, and wait for as long as the pace requires.
 
-        Returns False if the probe was stopped, or the prober's time is over.
+        Returns False if the probe was stopped before, or if the prober's `end_seconds` come first.
         """
         # no wait if `pace` is 0
         at = min(simulated_seconds, self._end)

@@ -159,9 +159,9 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch for which `lower_bound` may predict the step time.
+        """The largest batch for which `lower_bound` may predict a step of only this device.
 
-        This is for steps on only this device. 0 as long as no batch has run.
+        0 as long as no batch has run.
         """
         if self.solo_curve is None or self.lower_bound is None or not self.memory.largest_ran:
             return 0

@@ -189,7 +189,7 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(self._why_uncertain())
 
     def _why_uncertain(self) -> Stop:
-        """Return why the chosen layout isn't measured any more, although its speed is uncertain."""
+        """Return why the chosen layout isn't measured again, although its speed is uncertain."""
         has_time = self.best is not None and self.budget.affords(
             self.best.layout, Stage.CHECK, steps=FEWEST_STEPS
         )
@@ -343,9 +343,9 @@ class Evaluation:
 
     @cached_property
     def _results_that_ran(self) -> dict[Layout, Result]:
-        """The throughput of each measured layout that is expected to run again.
+        """The throughput of each measured layout that can probably still run.
 
-        If none is expected to, all layouts that ran are included.
+        If there are none, all layouts that ran are included.
         """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
@@ -444,9 +444,9 @@ class Evaluation:
         return tuple(found)
 
     def results(self) -> tuple[Result, ...]:
-        """Return all measured layouts that are expected to run again, fastest first.
+        """Return all measured layouts that can probably still run, fastest first.
 
-        If no layout is expected to, all layouts that ran are returned.
+        If there are none, all layouts that ran are returned.
         """
 
         def order(result: Result) -> tuple[float, int, tuple[int, ...]]:

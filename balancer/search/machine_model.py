@@ -124,7 +124,7 @@ class MachineModel:
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
-        """Measured steps over several devices whose layouts are expected to run again."""
+        """Measured steps over several devices whose layouts can probably still run."""
         return tuple(self.seen.still_fit(self.splits))
 
     @cached_property

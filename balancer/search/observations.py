@@ -239,7 +239,7 @@ class Observations:
         return [msgspec.structs.replace(one, elapsed_seconds=0.0) for one in found]
 
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
-        """Return those measurements whose layouts are expected to run again.
+        """Return those measurements whose layouts can probably still run.
 
         All devices of a layout must still work, and probably have enough free memory.
         """
@@ -358,7 +358,7 @@ class Observations:
         return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
-        """Return a device's measurements in layouts over several devices, for its curve.
+        """Return a device's measurements in layouts over several devices, to fit its curve.
 
         Only measurements from the final comparison and later count, and only layouts without shards
         and tuning options. Empty until a winner has been measured again.
@@ -406,7 +406,7 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _undisturbed_turns(turns: Turns) -> Turns:
-    """Leave out measurements that were throttled or timed a single step, if any others remain."""
+    """Leave out throttled measurements, and those of a single step, if any others remain."""
     steady = {turn: one for turn, one in turns.items() if not one.was_throttled()} or turns
     # the error of a single step is unknown
     return {turn: one for turn, one in steady.items() if not one.is_single_step} or steady
