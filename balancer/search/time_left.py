@@ -70,7 +70,7 @@ class TimeLeft:
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     def longest_step(self) -> float:
-        """Return the longest step time, in seconds, at which a new batch can still be measured."""
+        """Return the longest step time, in seconds, at which a new batch may still be measured."""
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         fewest = STEPS_TO_TIME_ONE if self._single_steps_save_time else FEWEST_STEPS
         longest = LONGEST_PROBE_SECONDS / (FEWEST_STEPS + self.tuning_steps)
