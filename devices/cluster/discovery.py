@@ -208,7 +208,7 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
     """Return the kind of devices to use on all hosts.
 
-    These are CPU slices only if no host has an accelerator.
+    It is "cpu" only if no host has an accelerator.
     """
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")

@@ -72,7 +72,7 @@ class GroupExit(msgspec.Struct, frozen=True):
 
 
 def _order(code: int) -> int:
-    """Return a sort key for exit codes: the likeliest cause of the other failures comes first."""
+    """Return a sort key for exit codes. The likeliest cause of the other failures comes first."""
     # A killed process makes others abort or raise an error, and then the launcher sends SIGTERM to
     # the rest.
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
@@ -96,10 +96,11 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Create pipes for the output of processes, and print each line after its process's name.
+    """Create pipes for the output of processes, and print each line with the process's name.
 
     This is a context manager. It yields, for each process, the paths to use as standard output and
-    standard error. Lines are printed without a name as long as `has_several` returns False.
+    standard error. The name precedes the line. It is left out as long as `has_several` returns
+    False.
     """
     # All output is printed by the end of the context. A marker ends each pipe, because descendants
     # of the processes may keep the pipes open.

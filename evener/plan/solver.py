@@ -203,7 +203,7 @@ def _largest_pass(share: Share) -> int:
 def _solve_by_curves(
     layout: PlanLayout, remaining: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
-    """Return the fastest rows for the remaining shares, according to their curves.
+    """Return the rows of the remaining shares that make a step fastest, according to their curves.
 
     Returns None if no shares fit.
     """

@@ -25,7 +25,7 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """The amount of work in padded batches: the tokens and passes that determine its cost."""
+    """Counts of the tokens and passes of padded batches, from which `Cost` computes their time."""
 
     tokens: Amount  # without padding
     passes: Amount

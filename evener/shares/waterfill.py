@@ -224,9 +224,10 @@ def single_best(
 def single_reaching(
     device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return the smallest batch that lets one device reach `rate` samples/s, or None if none does.
+    """Return the smallest batch with which one device reaches `rate` samples/s.
 
-    The batch is a multiple of `quantum` rows, and has at most `limit` rows.
+    The batch is a multiple of `quantum` rows, and has at most `limit` rows. Returns None if no such
+    batch reaches the rate.
     """
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum or limit < rate * device.curve.seconds(quantum):

@@ -327,8 +327,8 @@ class Audits:
     def add_signature(self, signature: Hashable) -> bool:
         """Record how a step is computed, and return True if no earlier step was computed like that.
 
-        Such a step is audited again three steps later. New signatures are ignored after the first
-        32, and once audits have ended.
+        Such a step is audited again three steps later. After 32 different signatures, and once
+        audits have ended, new ones aren't recorded, and False is returned.
         """
         # without this limit, a signature that changes in every step would cause an audit in every
         # step

@@ -247,11 +247,11 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Subtract the time that other parts of the step explain from the time of unequal work.
+    """Return the time of unequal work without the time in which ranks wait for slowed devices.
 
-    If a device is slowed by heat, power limits or other processes, the other ranks wait for it.
-    This time counts as unequal work, but `parts` also lists it as a part of its own. If `part`
-    isn't unequal work, it is returned unchanged.
+    A device may be slowed by heat, power limits or other processes. That other ranks wait for it
+    counts as unequal work, but `parts` also lists this time as a part of its own. If `part` isn't
+    unequal work, it is returned unchanged.
     """
     if part.kind is not LimitKind.UNEQUAL:
         return part

@@ -139,7 +139,11 @@ def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
 def _interval(
     weights: Sequence[float], noise: Sequence[float], signal: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the 95 % interval of the ratio of two weighted means, by Fieller's method."""
+    """Return the 95 % interval of the noise scale: the ratio of mean noise to mean signal.
+
+    `noise` and `signal` have a value for each block of samples, and `weights` are the weights of
+    the blocks. The method is Fieller's. The upper bound is ENDLESS if the signal may be 0.
+    """
     # The interval contains every ratio r for which mean(noise) - r * mean(signal) may be 0.
     a = _mean(weights, noise)
     b = _mean(weights, signal)

@@ -62,8 +62,8 @@ def count_equal_passes(rows: Sequence[int], max_rows: Sequence[int]) -> int:
 def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float, ...]:
     """Return the weight of each pass in the batch's mean loss.
 
-    All weights are 1 if the batch has no rows. `sizes` are the rows of the passes. `total` is the
-    number of rows in the batch, by default the sum of `sizes`.
+    `sizes` are the rows of the passes. `total` is the number of rows in the batch, by default the
+    sum of `sizes`. If the batch has no rows, all weights are 1.
     """
     rows = sum(sizes) if total is None else total
     return tuple(own / rows if rows else 1.0 for own in sizes)
