@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..errors import RequestError
-from ..system.core_speed import CoreSpeed, name_product
+from ..system.core_speed import CoreSpeed, numpy_version
 from ..system.files import new_run_id, runs_folder, trusted_folder
 from ..training.launched import launched_run, restart_reason
 from ..training.noise_scale import NoiseScale
@@ -331,7 +331,7 @@ class TrainingJournal:
                 pid,
                 start_ticks(pid) or 0,
                 restart_reason(),
-                name_product(),
+                numpy_version(),
                 self._plan_created,
             )
         )

@@ -22,7 +22,7 @@ SAMPLE_SECONDS = 0.1  # minimum time between two samples
 
 
 @cache
-def name_product() -> str:
+def numpy_version() -> str:
     """Return NumPy's name and version, such as "numpy 2.1.0", or "" if it isn't loaded.
 
     NumPy computes the matrix product, so only times with the same version can be compared.
@@ -43,7 +43,7 @@ def time_product() -> float:
 
     Returns 0 if NumPy isn't loaded.
     """
-    if not name_product():
+    if not numpy_version():
         return 0.0
     product = _make_product()
     least_s = float("inf")

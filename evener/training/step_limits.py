@@ -277,7 +277,7 @@ def _find_host_waits(
     place = max(last, key=lambda each: ranks[each].starved)
     starved_s = ranks[place].starved * step_s
     if starved_s > 0:
-        waiting_s = _wait_for_starved(ranks, steps[place], place, step_s)
+        waiting_s = _find_wait_for_starved(ranks, steps[place], place, step_s)
         lost_s = min(step_s, starved_s + waiting_s)
         yield StepPart(
             kind=LimitKind.HOST_STARVED,
@@ -305,7 +305,7 @@ def _find_host_waits(
         )
 
 
-def _wait_for_starved(
+def _find_wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, rank: int, step_s: float
 ) -> float:
     """Return how long a rank waits in each step for other ranks that lack CPU cores, in seconds.

@@ -26,14 +26,14 @@ def test_the_shortest_sample_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_numpy_the_speed_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
-    core_speed.name_product.cache_clear()
+    core_speed.numpy_version.cache_clear()
     try:
         speed = CoreSpeed()
         speed.sample(0.0)
         assert speed.take() == 0.0
-        assert not core_speed.name_product()
+        assert not core_speed.numpy_version()
     finally:
-        core_speed.name_product.cache_clear()
+        core_speed.numpy_version.cache_clear()
 
 
 def test_each_window_of_a_journal_has_the_speed_of_its_core() -> None:
