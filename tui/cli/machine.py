@@ -135,13 +135,15 @@ def doctor(
     links: Annotated[
         bool,
         typer.Option(
-            "--links", help="Also measure an all-reduce between each pair of devices, and all."
+            "--links",
+            help="Also time an all-reduce between each pair of devices, and over all of them.",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check Python, the driver, frameworks, extras and folders; with --devices ray, on every host,
-    and the network.
+    """Check Python, the driver, frameworks, extras and folders.
+
+    With --devices ray, every host and the network between them are checked too.
 
     Exit code 0: balance can run, 1: it can't.
     """

@@ -272,17 +272,19 @@ def _as_json(run: StoredRun) -> dict[str, Any]:
 @runs_app.command("compare")
 def compare(
     before: Annotated[str, typer.Argument(metavar="A", help="A run, or the beginning of its id.")],
-    after: Annotated[str, typer.Argument(metavar="B", help="Another one; `last` is the newest.")],
+    after: Annotated[
+        str, typer.Argument(metavar="B", help="The run to compare it with; `last` is the newest.")
+    ],
     most: Annotated[
         str,
         typer.Option("--max-slowdown", metavar="PERCENT", help="How much slower B may be than A."),
     ] = "5%",
     as_json: JsonOption = False,
 ) -> int:
-    """Compare two trainings, or two searches, and exit with 1 if the second is slower: a gate for
-    CI.
+    """Compare two trainings or two searches, as a check in CI.
 
-    The exit code is 1 if B is surely slower than A, and by more than --max-slowdown.
+    The exit code is 1 if B is slower than A by more than --max-slowdown, and by more than the
+    measurements' uncertainty.
     """
     part = parse_max_slowdown(most)
     names = [store.find_any(before), store.find_any(after)]
