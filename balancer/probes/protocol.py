@@ -59,8 +59,10 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     - `shares`: how many rows each device of the layout computes per step.
     - `micro`: the most rows that each device computes in a pass; empty means one pass for the whole
       share.
-    - `costs`: if given, rows are assigned by the cost of their length, in passes of at most
-      `tokens` padded tokens.
+    - `costs`: for each device, how its time depends on the number and length of rows. If given,
+      rows are assigned to devices and passes by their lengths.
+    - `tokens`: with `costs`, the most tokens of each device in a pass, including padding; 0 for no
+      limit.
     - `length`: if above 0, all rows have this length.
 
     The reply is `Prepared`.

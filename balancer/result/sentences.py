@@ -377,7 +377,10 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 def _describe_limits(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence about each part of a step that could be removed, with its remedy."""
+    """Yield a description of each bottleneck, with its time in a step and its remedy.
+
+    Bottlenecks that the plan already removes are left out.
+    """
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain already includes it
             continue

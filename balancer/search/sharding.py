@@ -446,9 +446,10 @@ class Sharding:
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _without_shards(self, observation: Observation) -> Observation:
-        """Convert an observation of a sharded model into one of a model without shards.
+        """Return an observation as if its layout had no shards and its devices held no state.
 
-        The memory of the state is subtracted from the measured memory.
+        The memory of the state is subtracted from the measured memory, because rows are chosen
+        within the memory that the state leaves.
         """
         layout = observation.probe.layout
         probe = msgspec.structs.replace(

@@ -81,12 +81,12 @@ class Slope(NamedTuple):
 def compare_quick_steps(
     trainings: Sequence[Sequence[QuickWindow]], same_product: bool
 ) -> tuple[list[QuickStep], float]:
-    """Return the quick-step time of each of two runs, as if their CPU cores had been equally fast.
+    """Return how long a quick step of each of two runs would take on a CPU core at full speed.
 
-    The second value is the uncertainty that this correction adds to the ratio of the two times:
-    half of a 95 % interval, as a fraction. If `same_product` is False, the runs timed different
-    matrix products, for example because their versions of numpy differ. Their cores then count as
-    equally fast.
+    The second value is the uncertainty that the correction for core speeds adds to the ratio of the
+    two times: half of a 95 % interval, as a fraction. If `same_product` is False, the runs timed
+    different matrix products, for example because their versions of numpy differ. Their cores'
+    speeds can't be compared then, so no correction is made.
     """
     slowed = _find_core_slowdowns(trainings, same_product)
     slope = find_slope(trainings) if any(slowed) else Slope(0.0, 0.0)

@@ -374,7 +374,10 @@ class Audits:
 
 
 def is_audited(step: int) -> bool:
-    """Return True if a step is audited even if nothing has changed. Steps count from 1."""
+    """Return True if a step has a regular audit, even if it is computed like earlier ones.
+
+    Steps count from 1.
+    """
     return step in FIRST_STEPS or step % EVERY == 0
 
 

@@ -310,8 +310,8 @@ def _find_wait_for_starved(
 ) -> float:
     """Return how long a rank waits in each step for other ranks that lack CPU cores, in seconds.
 
-    `step` is the mean step of the rank with index `rank`. The result is 0 unless all ranks lack CPU
-    cores.
+    `step` is the mean step of the rank with index `rank`. Ranks are assumed to wait for each other
+    only if all of them lack CPU cores; otherwise, the result is 0.
     """
     # If all ranks lack cores, each is the last one in some steps, and the others wait for it. A
     # rank may also be starved while it waits; that time is already counted as starved. So the
