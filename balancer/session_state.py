@@ -330,7 +330,9 @@ def _plan_rival(plan: Plan, evidence: Evidence, labels: tuple[str, ...]) -> Rate
     elif evidence.kind == "larger_batch":
         rival = rival._replace(name=f"larger batch, {sum(batches)} samples")
     paired = evidence.gain if evidence.paired else None
-    return rival._replace(tie=evidence.tie, paired=paired, earlier=_find_earlier(plan, evidence))
+    return rival._replace(
+        tie=evidence.tie, paired=paired, earlier=_find_earlier_throughput(plan, evidence)
+    )
 
 
 def _name_even(plan: Plan, even: Evidence) -> str:
@@ -345,7 +347,7 @@ def _name_even(plan: Plan, even: Evidence) -> str:
     return f"{EQUAL_SHARES}, {'larger' if batch > sum(own) else 'smaller'} batch"
 
 
-def _find_earlier(plan: Plan, single: Evidence) -> float:
+def _find_earlier_throughput(plan: Plan, single: Evidence) -> float:
     """Return a device's throughput in an earlier measurement that was faster than `single`.
 
     Both measurements have the same device and global batch. Returns 0 if there is none.

@@ -466,7 +466,7 @@ class BaseApp(App[int]):
         Raises RequestError if a training run that was started here is still running, or if the log
         can't be written.
         """
-        if self.training is not None and self.training.runs:
+        if self.training is not None and self.training.is_running:
             raise RequestError(
                 f"A training is already running here: {self.training.command}.",
                 "Stop it on the Trainings screen, or start this one in another terminal.",

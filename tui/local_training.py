@@ -54,13 +54,13 @@ class LocalTraining:
         return self._process.poll()
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the process is still running."""
         return self.exit_code is None
 
     def stop(self) -> None:
         """Send SIGINT, as Ctrl-C does, so that the script can save a checkpoint."""
-        if self.runs:
+        if self.is_running:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGINT)
 
@@ -90,7 +90,7 @@ class LocalTraining:
 
     def closing_lines(self) -> tuple[str, ...]:
         """Return lines with the process's state, its log and, while it runs, how to stop it."""
-        if not self.runs:
+        if not self.is_running:
             return (f"{self.command}: {self.state_text()}; its log: {self.log}",)
         return (
             f"{self.command} goes on as process {self.pid}; its log: {self.log}",

@@ -145,7 +145,7 @@ class ForkServer:
             self._answer(ChildExited(start.key, 1))
         else:
             if not pid:
-                self._be_child(start, streams)
+                self._run_as_child(start, streams)
             self._pids[start.key] = pid
             self._keys[os.pidfd_open(pid)] = start.key
             self._answer(ChildForked(start.key, pid))
@@ -153,7 +153,7 @@ class ForkServer:
             for descriptor in streams:
                 os.close(descriptor)
 
-    def _be_child(self, start: ForkRequest, streams: Sequence[int]) -> None:
+    def _run_as_child(self, start: ForkRequest, streams: Sequence[int]) -> None:
         """Set up the new process (streams, folder, variables and cores), and call `run` in it."""
         try:
             os.setsid()  # it becomes the leader of its own process group

@@ -778,7 +778,7 @@ def find_short_budget(
     """
     budget = report.problem.budget_seconds
     tried = any(len(observation.probe.layout.active) > 1 for observation in observations)
-    wanted = report.problem.devices > 1 and report.options.with_splits
+    wanted = report.problem.devices > 1 and report.options.needs_split_probes
     if tried or not end.late or budget is None or not wanted:
         return None
     timed = [observation for observation in observations if isinstance(observation, Timed)]

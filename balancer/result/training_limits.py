@@ -180,7 +180,7 @@ class _Measured:
     def seconds_waiting_for_others(self, position: int) -> float:
         """Return how many seconds per step a device's kernels wait because of other processes."""
         parts = [part for _, part in self.list_breakdowns(position)]
-        parts = [part for part in parts if _is_whole_sample(part)] or parts
+        parts = [part for part in parts if _covers_measurement(part)] or parts
         if not parts:
             return 0.0
         idle_s = self.launch_wait_seconds() + self.step_s * (
@@ -445,7 +445,7 @@ def _seconds_saved_by_one_pass(
     return spared_s, bound_error(spared_s, now_s, FIXED_ERROR, PASS_ERROR)
 
 
-def _is_whole_sample(part: PartSeconds) -> bool:
+def _covers_measurement(part: PartSeconds) -> bool:
     """Return whether the driver's sample of GPU use is mostly from the time of the measurement.
 
     It isn't if this session's kernels ran for under 5 % of the sample: most of it then comes from

@@ -115,7 +115,7 @@ class Evaluation:
         """
         if self._why_impossible:
             return ()
-        return explore(self.policy, budget, self.options.with_splits)
+        return explore(self.policy, budget, self.options.needs_split_probes)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
         """Return further probes, after the final comparison, that improve the predicted speeds.
@@ -480,10 +480,9 @@ class Evaluation:
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """Layouts with the next larger number of jobs on a device, if even more jobs may be faster.
+        """Layouts to try with more jobs on a device, at most one for each way to share a device.
 
-        More jobs may be faster if the largest number so far is the fastest. There is at most one
-        layout for each way to share a device.
+        There is none for a way in which the largest number of jobs so far isn't the fastest.
         """
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
@@ -499,7 +498,11 @@ class Evaluation:
         budget = self.budget
         live = self.model.live
         missing = [one.layout for one in self.race.unmeasured]
-        if self.options.with_splits and len(live) > 1 and not self._seen.in_stage(Stage.SPLIT):
+        if (
+            self.options.needs_split_probes
+            and len(live) > 1
+            and not self._seen.in_stage(Stage.SPLIT)
+        ):
             missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
         enough = budget.budget_with_more_turns(sum(map(budget.least_seconds, missing)))
         # packs that were still gaining get one more step

@@ -47,13 +47,13 @@ class FamilyView:
     @cached_property
     def splits(self) -> Sequence[Layout]:
         """The best layouts over several devices; empty if the search doesn't include them."""
-        return self._policy.best_splits() if self.options.with_splits else []
+        return self._policy.best_splits() if self.options.needs_split_probes else []
 
     @property
     def even_splits(self) -> Sequence[Layout]:
         """Layouts with equal shares; empty until the first step over several devices has run."""
         # a free batch has as many rows per device as the best split, which isn't known yet
-        if self.options.with_splits and not self._policy.machine.splits:
+        if self.options.needs_split_probes and not self._policy.machine.splits:
             return []
         return self._policy.even_splits(self.splits, self.options.scaling)
 

@@ -52,10 +52,10 @@ class LayoutOptions(msgspec.Struct, frozen=True):
         )
 
     @property
-    def with_splits(self) -> bool:
+    def needs_split_probes(self) -> bool:
         """Whether splits (steps over several devices) are measured before the final comparison.
 
-        They are if a requested layout family has costs that only such steps show.
+        They are needed if a requested layout family has costs that only such steps show.
         """
         return any(family.explored for family in self.wanted)
 

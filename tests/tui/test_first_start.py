@@ -44,10 +44,10 @@ def test_a_training_writes_its_log_and_ends_as_by_ctrl_c(launcher: Path, tmp_pat
     training = LocalTraining(["launch", "plan.toml", "train.py"], tmp_path / "logs" / "one.log")
     line = "ready launch plan.toml train.py"
     wait_for(lambda: training.read_tail(5) == [line], "its first line, whole")
-    assert training.runs
+    assert training.is_running
     assert f"kill -INT {training.pid}" in training.closing_lines()[-1]
     training.stop()
-    wait_for(lambda: not training.runs, "its end")
+    wait_for(lambda: not training.is_running, "its end")
     assert training.exit_code == 3
     assert training.read_tail(1) == ["saved"]
     assert "exit code 3" in training.state_text()
@@ -147,5 +147,5 @@ async def test_a_newcomer_balances_writes_the_plan_and_trains_by_it(
         await pilot.press("x")
         await until(pilot, lambda: asks(app, "y"), "the question")
         await pilot.press("y")
-        await until(pilot, lambda: not app.training.runs, "its end")
+        await until(pilot, lambda: not app.training.is_running, "its end")
     assert os.path.exists(app.training.log)

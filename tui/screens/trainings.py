@@ -144,7 +144,7 @@ class TrainingsScreen(SnapshotScreen):
         # In a read-only app, the action is always disabled.
         if action == "stop_training":
             training = self.evener.training
-            return training is not None and training.runs and not self.evener.readonly
+            return training is not None and training.is_running and not self.evener.readonly
         return super().check_action(action, parameters)
 
     def action_stop_training(self) -> None:

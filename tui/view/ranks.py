@@ -188,7 +188,7 @@ def find_causes(
     """
     rows = [place.row for place in ranks]
     return (
-        *_find_silent_causes(rows, missing_ranks),
+        *_find_stall_causes(rows, missing_ranks),
         *(_describe_limit(limit, analysis, rows) for limit in analysis.limits),
         *_throttled(ranks),
         *_neighbours(rows, processes),
@@ -202,7 +202,7 @@ def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
 
 
-def _find_silent_causes(rows: Sequence[RankRow], missing_ranks: int) -> Iterator[Cause]:
+def _find_stall_causes(rows: Sequence[RankRow], missing_ranks: int) -> Iterator[Cause]:
     """Yield a cause for each silent rank that the other ranks wait for.
 
     A rank is silent if its report is overdue. If all ranks are silent in the same phase of a step,

@@ -91,11 +91,11 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
     """
     one, other = points[right - 1], points[right]
     slope_across = _slope(one, other)
-    before = _slope_before(points, right, slope_across)
-    if slope_across <= before or other.batch - one.batch < 2:
+    continued = _continued_slope(points, right, slope_across)
+    if slope_across <= continued or other.batch - one.batch < 2:
         return None
     batch = (one.batch + other.batch) // 2
-    seconds = one.seconds + before * (batch - one.batch)
+    seconds = one.seconds + continued * (batch - one.batch)
     gain = one.seconds + slope_across * (batch - one.batch) - seconds
     error = math.hypot(one.error, other.error) * other.seconds
     if gain > CLEAR * error and one.batch < batch < other.batch:
@@ -103,12 +103,13 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
     return None
 
 
-def _slope_before(points: Sequence[Point], right: int, slope_across: float) -> float:
+def _continued_slope(points: Sequence[Point], right: int, slope_across: float) -> float:
     """Return the slope with which the bound continues after the point `points[right - 1]`.
 
-    It is in seconds per row, and is the slope of the line from the previous point to this one. For
-    the first point, it is derived from the points that follow. `slope_across` is the slope of the
-    line from `points[right - 1]` to `points[right]`.
+    It is in seconds per row, and is the slope of the line that ends at this point. No line ends at
+    the first point. Its slope is 0 if the time rises clearly faster after `points[right]`, because
+    the time may then be constant over most of the first gap; otherwise it is `slope_across`, the
+    slope of the line from `points[right - 1]` to `points[right]`.
     """
     # the time may continue to rise as before `points[right - 1]`
     if right > 1:

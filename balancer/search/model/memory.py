@@ -154,12 +154,12 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         `cap`.
         """
         unknown = self.limit_bytes is None or self.line is None
-        if (unknown and not beyond_largest_ran) or self._line_is_refuted:
+        if (unknown and not beyond_largest_ran) or self._limit_is_refuted:
             return min(self.largest_ran, cap) // quantum * quantum
         return self.largest_to_try(cap, quantum)
 
     @property
-    def _line_is_refuted(self) -> bool:
+    def _limit_is_refuted(self) -> bool:
         """Whether failures have shown that the limit predicted by the memory line is too high.
 
         This takes at least two failures. It is so if the limit isn't below the smallest batch that
