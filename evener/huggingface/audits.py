@@ -167,11 +167,14 @@ class TrainerComputations:
         max_rows: int = 0,
         keeps_excess: bool = False,
     ) -> Computation:
-        """Return the computation of a batch in parts, with losses weighted by rows or labels.
+        """Return the computation of a batch part by part, with losses weighted by rows or labels.
 
-        `batches` are the parts, and `sizes` their row counts. `max_rows` is the maximum row count
-        of a pass; with 0, each part is one pass. If transformers multiplies the loss by the number
-        of processes, that is undone unless `keeps_excess` is set.
+        Arguments:
+
+        - `batches`, `sizes`: the parts, and their row counts.
+        - `max_rows`: the maximum row count of a pass; with 0, each part is one pass.
+        - `keeps_excess`: whether to keep the number of processes as a factor of the loss if
+          transformers multiplies by it. Otherwise, the loss is divided by it.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):

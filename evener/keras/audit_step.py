@@ -55,7 +55,7 @@ class StepResult(NamedTuple):
     logs: dict[str, float]
     states: Values
     margins: Margins  # margins of the step's decisions
-    outputs: list[Any]  # outputs of the model, each reduced to random sums of its rows
+    outputs: list[Any]  # outputs of the model, each reduced to random projections of its rows
     call: StepCall | None  # None if the step isn't plain, or if its outputs aren't tensors
 
 
@@ -167,11 +167,12 @@ class TracedStep:
 
     def _run_step(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Run the step and return its results as tensors; this function is traced as a graph."""
-        # It returns five results. First, random sums of the gradients: a row for each weight, in
-        # the order of `_kinds`. Then the logs, and the margins of decisions (left minus right
-        # side), in the order of `_places`. Then random sums of the model's outputs. Last, the
-        # fields of a `StepCall`, with the outputs' masks after the outputs. They are None if the
-        # step isn't plain, or if its outputs aren't tensors. `seed` is the seed of the random sums.
+        # It returns five results. First, random projections of the gradients: a row for each
+        # weight, in the order of `_kinds`. Then the logs, and the margins of decisions (left minus
+        # right side), in the order of `_places`. Then random projections of the model's outputs.
+        # Last, the fields of a `StepCall`, with the outputs' masks after the outputs. They are None
+        # if the step isn't plain, or if its outputs aren't tensors. `seed` is the seed of the
+        # random projections.
         found: list[tuple[Any, Any]] = []
         calls: list[tuple[Any, ...]] = []
         applies = replaced(self._model.optimizer, "apply_gradients", found.extend)

@@ -185,12 +185,12 @@ def weigh_change(update: StateUpdate, start: Any, part: Any) -> Any:
 
 
 def find_state_kinds(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return how to combine each variable's values from the parts, by the variable's `id()`.
+    """Return the rule for combining each variable's values after the parts of a batch.
 
-    All non-trainable variables are included. If a variable was measured, its rule is in `found`.
-    Otherwise, floats are averaged by rows, and other types are assumed to be the same on all
-    devices. A random seed takes the last device's value; within `draws_alike`, it is the same on
-    all devices.
+    The result has all non-trainable variables, by `id()`. If a variable was measured, its rule is
+    in `found`. Otherwise, floats are averaged with the parts' row counts as weights, and other
+    types are assumed to be the same after all parts. For a random seed, the last part's value
+    counts, except within `draws_alike`, where the seed is the same after all parts.
     """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):

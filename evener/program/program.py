@@ -830,10 +830,10 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Compare the numbers in the loss, such as a factor, with those of the previous step.
+        """Compare the numbers in the loss, such as a scale factor, with the previous step's.
 
-        If they have changed after the script has read a value from other ranks, this value is
-        recorded as the cause.
+        If they differ, and the script has read a number that comes from other ranks, the collective
+        that the number comes from is recorded as the cause.
         """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:

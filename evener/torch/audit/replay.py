@@ -103,16 +103,16 @@ class _Interpretations:
         count: int,
         add_noise: bool,
     ) -> None:
-        """Audit the rows; the constants that `count` selects are treated as row counts.
+        """Audit the rows under one assumption about which constants in the loss are row counts.
 
         The result of an earlier audit is replaced only if this one finds no difference. Arguments:
 
         - `sketcher`: returns a new GradientSketcher.
         - `computations`: returns what to compute for a choice of rows.
-        - `count`: AS_WRITTEN, ROW_COUNTS or MULTIPLES.
+        - `count`: the constants that are scaled with the number of rows: none (AS_WRITTEN), the row
+          count itself (ROW_COUNTS), or also its multiples (MULTIPLES).
         - `add_noise`: whether to add noise to weights whose values are all the same.
         """
-        # `count` is AS_WRITTEN, ROW_COUNTS or MULTIPLES
         try:
             found = audit(
                 sketcher(),

@@ -128,7 +128,10 @@ def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
 
 
 def _repeat(target: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """List the copies that fill `target` by repeating `own`, as pairs (target, source)."""
+    """Return the copy operations that fill `target` with repetitions of `own`.
+
+    Each is a pair: a slice of `target`, and the tensor to copy into it.
+    """
     times, rest = divmod(target.numel(), own.numel())
     lines = target[: times * own.numel()].view(times, own.numel())
     return [(lines, own.expand(times, own.numel())), (target[times * own.numel() :], own[:rest])]

@@ -28,10 +28,10 @@ HEADER = 16  # bytes before each part, for the sender's weight
 
 
 class DtypeRange(NamedTuple):
-    """Elements of one dtype in the part of a flat tensor that belongs to a rank.
+    """Range of elements of a flat tensor that have the same dtype and belong to the same rank.
 
     `start` and `stop` are indices of elements in the flat tensor. `byte` is the offset of the first
-    element in the part's memory.
+    element in the memory of the rank's part.
     """
 
     dtype: torch.dtype
