@@ -33,7 +33,7 @@ from benchmarks.gpu_steps import GPU, WORDS, Decoder, start
 from evener.errors import DeviceError
 from evener.torch import Split
 from evener.torch.shards.unit import choose_units
-from evener.torch.shards.whole import count_gathered
+from evener.torch.shards.whole import estimate_gathered_bytes
 
 LENGTH = 256 if GPU else 16
 STATE_BYTES = 16  # per parameter in float32: the value, its gradient, and two of AdamW
@@ -149,7 +149,7 @@ def expect(model: Any, options: Any, dtype: Any) -> int:
 
     Called before the model is sharded.
     """
-    return count_gathered(model, choose_units(model, options.units), dtype)
+    return estimate_gathered_bytes(model, choose_units(model, options.units), dtype)
 
 
 def fit(options: argparse.Namespace) -> dict[str, Any]:

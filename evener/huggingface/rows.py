@@ -21,7 +21,7 @@ from ..torch.planned import PlannedTraining
 from ..torch.rebalancing import raise_no_shares
 from ..torch.rows.loader import StepSampler, count_rows
 from ..torch.rows.sampler import LengthSampler, RowOrder, UnevenBatchSampler
-from ..torch.step.wrapped import has_own_work, is_sharded
+from ..torch.step.wrapped import can_time_compute, is_sharded
 from ..training.passes import divide_rows
 from . import private
 from .gathering import make_undivided
@@ -98,7 +98,7 @@ def check_setup(trainer: Any) -> None:
 
 def check_rebalance(trainer: Any, share: Share) -> None:
     """Raise RequestError if this Trainer's shares can't be changed during training."""
-    has_own_work(trainer.model, rebalances=True)
+    can_time_compute(trainer.model, rebalances=True)
     if trainer.is_fsdp_enabled:
         raise RequestError(
             "FSDP's ranks meet in layers, so none has times of its own to rebalance by.",

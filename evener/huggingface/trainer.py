@@ -29,7 +29,7 @@ from ..torch.planned import PlannedTraining
 from ..torch.ranks.ranks import find_shares, open_plan
 from ..torch.rows.loader import StepLoader
 from ..torch.step.part import Part
-from ..torch.step.wrapped import check_normalization, has_own_work
+from ..torch.step.wrapped import can_time_compute, check_normalization
 from . import private
 from .audits import TrainerAudit
 from .gathering import Gathering, pretend_processes, share_evaluation
@@ -162,7 +162,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._newest = 0  # newest global batch of the epoch
         self._tokens = 0
         self._logged: list[tuple[Any, ...]] = []  # in a pass
-        self._planned.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(
+        self._planned.timer.can_time_compute = not self.is_fsdp_enabled and can_time_compute(
             self.model, False
         )
         fixed = needs_equal_passes(self) or max(shares.passes) > 1

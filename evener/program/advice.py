@@ -53,7 +53,7 @@ def advise(optimizer: Any, loader: Any) -> str:
     device = "; torch.cuda.set_device(torch.distributed.get_node_local_rank())" if on_gpu else ""
     lines = [
         f"torch.distributed.init_process_group(){device}",
-        *map(_wrap_model, models),
+        *map(_format_wrapping_line, models),
         *_share_rows(name, loader),
     ]
     place, methods = _describe_changes(frame, name, set(chain.from_iterable(models)))
@@ -83,8 +83,11 @@ def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) ->
     return f"before line {line} of {file}" if line else "before its loop", methods
 
 
-def _wrap_model(names: Sequence[str]) -> str:
-    """Return the line that wraps one model in `DistributedDataParallel`."""
+def _format_wrapping_line(names: Sequence[str]) -> str:
+    """Return the line of code that wraps a model in `DistributedDataParallel`.
+
+    `names` are all names of the model in the script.
+    """
     return f"{' = '.join(names)} = torch.nn.parallel.DistributedDataParallel({names[0]})"
 
 

@@ -221,7 +221,7 @@ class Exchanges:
             self.note_entered(call.words, "its model")
         if self._knows_rows or self.fault:
             return
-        if any(map(guard.depends_on_rows, _tensors(call))):
+        if any(map(guard.size_depends_on_rows, _tensors(call))):
             self.fault = (
                 f"its ranks exchange rows by {call.words}, and with unequal shares they would have "
                 f"different numbers of them"

@@ -174,17 +174,17 @@ class Guard(Recorder):
         is_total = totals is not None and bool(totals.find(tensor))
         return super()._is_user_constant(tensor) and not is_total
 
-    def _record_number_use(self, function: Any, arguments: Any) -> None:
+    def _record_scaling(self, function: Any, arguments: Any) -> None:
         """Record a call that scales gradients or weights by a number that only this rank has.
 
         Such a number was computed from this rank's rows or from their count.
         """
-        super()._record_number_use(function, arguments)
+        super()._record_scaling(function, arguments)
         if self.local_use or not is_arithmetic(function):
             return
         every = nested_tensors(arguments)
         own = [each for each in every if each.numel() == 1 and id(each) in self._made]
-        if not any(map(self.goes_by_rows, own)):
+        if not any(map(self.depends_on_rows, own)):
             return
         if self._is_weight_at({address(each) for each in every} - {0}):
             self.local_use = LOCAL_USE
@@ -224,7 +224,7 @@ class Guard(Recorder):
         """Return whether the tensor is known to be computed from the batch."""
         return self._find_computing_calls(tensor)[1]
 
-    def goes_by_rows(self, tensor: torch.Tensor) -> bool:
+    def depends_on_rows(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is known to depend on the batch or on its row count."""
         places, reached, _ = self._find_computing_calls(tensor)
         return reached or any(
@@ -294,7 +294,7 @@ class Guard(Recorder):
             return False
         return int(tensor.detach()) in (0, 1) and not self.comes_from_batch(tensor)
 
-    def depends_on_rows(self, tensor: torch.Tensor) -> bool:
+    def size_depends_on_rows(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor would have a different size if the batch had fewer rows.
 
         The result is also True if the tensor was computed from the batch, but can't be computed
@@ -561,7 +561,7 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
     if guard.losses > 1:
         return
     if guard._origins is not None:
-        guard.entered = guard._origins.find_made(loss)
+        guard.entered = guard._origins.find_source_collective(loss)
     guard.fault = guard.judge(loss)
     guard._most = len(guard._tape) + LATER_CALLS
 

@@ -42,12 +42,12 @@ class TensorMarks:
     def find(self, tensor: torch.Tensor) -> str:
         """Return the tensor's own mark, or else the mark of its storage; "" if neither has one."""
         if tensor in self._made:
-            return self.find_own(tensor)
+            return self.find_own_mark(tensor)
         storage = find_storage(tensor)
         # An address isn't reused while a weak reference to its storage exists.
         return "" if storage is None else self._written.get(StorageWeakRef(storage), "")
 
-    def find_own(self, tensor: torch.Tensor) -> str:
+    def find_own_mark(self, tensor: torch.Tensor) -> str:
         """Return the mark of this tensor object, or "" if it has none.
 
         A mark of its storage doesn't count.

@@ -73,12 +73,12 @@ class Origins:
                 return collective
         return ""
 
-    def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the collective whose values this tensor was computed from, or "" if none is known.
+    def find_source_collective(self, tensor: torch.Tensor) -> str:
+        """Return the collective from whose result the tensor was computed, or "" if none is known.
 
         The result is also "" for a tensor that a collective itself has filled.
         """
-        return self._marks.find_own(tensor)
+        return self._marks.find_own_mark(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> None:
         """Mark the result of a PyTorch call if one of its arguments comes from another rank.

@@ -24,7 +24,7 @@ class Rows(Protocol):
     rows: int
     has_asked_length: bool
 
-    def goes_by_rows(self, tensor: torch.Tensor) -> bool:
+    def depends_on_rows(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor was computed from this rank's rows or from their count."""
         ...
 
@@ -91,16 +91,16 @@ class Totals:
     def _follow_whole(
         self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, collective: str
     ) -> str:
-        """Check whether shares may change the result of a call that uses totals.
+        """Check whether shares may change the result of a call whose arguments include totals.
 
         If they may, return `collective`, which computed the totals. Otherwise, return "", and mark
-        the result as a total if the call uses no rows of this rank and changes no other tensor in
-        place.
+        the result as a total too, unless the call also uses this rank's rows or changes another
+        tensor in place.
         """
         # A result that also uses this rank's own rows isn't marked. Own rows with gradients are a
         # part of the loss, which is computed again in parts.
         others = [tensor for tensor in tensors if not self._whole.find(tensor)]
-        own = [each for each in others if rows.goes_by_rows(each)]
+        own = [each for each in others if rows.depends_on_rows(each)]
         if own:
             return "" if all(each.requires_grad for each in own) else collective
         changes_other = is_in_place(function) and any(tensors[0] is each for each in others)

@@ -364,7 +364,7 @@ class UnchangedTraining:
         self._timer = _UpdateTimer(device, self._world == 1, self._harmless)
         # With several ranks, the backward pass includes the exchange of gradients. Only training by
         # shares measures the two separately.
-        self._timer.has_own_work = self._world == 1
+        self._timer.can_time_compute = self._world == 1
         wrap_next_batch(self.fetch)
         _follow_forks()
 

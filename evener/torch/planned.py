@@ -30,10 +30,10 @@ from .step.recovery import free_before_update
 from .step.step import Passes, take_parts, train_batch
 from .step.weights import BatchWeights, Weigh
 from .step.wrapped import (
+    can_time_compute,
     check_exchange,
     check_model,
     check_normalization,
-    has_own_work,
     is_sharded,
     wrap_model,
 )
@@ -292,7 +292,7 @@ class PlannedTraining:
             self.weights.watch_forward(model, self.device)
             return model
         check_exchange(model)
-        self.timer.has_own_work = has_own_work(model, self.rebalancing is not None)
+        self.timer.can_time_compute = can_time_compute(model, self.rebalancing is not None)
         if is_sharded(model):
             if weigh == "gradients":
                 raise RequestError(
@@ -310,7 +310,7 @@ class PlannedTraining:
             model, self.device, self.weights.forward, options, by_loss=weigh != "gradients"
         )
         self.weights.weigh_exchange(model, exchange)
-        if self.rebalancing is not None and not self.timer.has_own_work:
+        if self.rebalancing is not None and not self.timer.can_time_compute:
             raise RequestError(
                 "DistributedDataParallel's communication hook or mixed_precision needs its "
                 "own sums, which don't show a"

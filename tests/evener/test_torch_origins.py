@@ -39,7 +39,7 @@ class NoRows:
 
     rows, has_asked_length = 4, False
 
-    def goes_by_rows(self, _: Tensor) -> bool:
+    def depends_on_rows(self, _: Tensor) -> bool:
         return False
 
 
@@ -76,7 +76,10 @@ def test_what_was_computed_before_is_not_made_of_them() -> None:
         loss = own.detach().square().mean()
         origins.write(own, PLACE)
         later = own.detach().square().mean()
-    assert (origins.find_made(loss), origins.find_made(later)) == ("", PLACE)
+    assert (origins.find_source_collective(loss), origins.find_source_collective(later)) == (
+        "",
+        PLACE,
+    )
 
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_in_it() -> None:

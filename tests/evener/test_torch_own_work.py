@@ -700,7 +700,7 @@ def test_idle_time_is_estimated_from_the_measured_steps(part: int) -> None:
 
 def test_ranks_that_meet_within_a_pass_have_an_optimizer() -> None:
     timer, clock = run("")
-    timer.has_own_work = False
+    timer.can_time_compute = False
     for _ in range(WARM_STEPS + 1):
         timer.begin(SIZES)
         clock.now += 5

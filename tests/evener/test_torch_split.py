@@ -88,10 +88,10 @@ def test_a_buffer_of_any_type_is_seen_to_change(dtype: torch.dtype) -> None:
     seen = buckets.Buffers(module, {"0.left"})
     assert seen.keep()
     module[0].left.data.add_(1)
-    seen.add_changes(flag)
+    seen.flag_changes(flag)
     assert flag.item() == 0
     module[0].other.data[1, 1, 3] = 1
-    seen.add_changes(flag)
+    seen.flag_changes(flag)
     assert flag.item() == 1
 
 
@@ -725,8 +725,8 @@ def test_the_first_buffer_of_a_model_is_seen_as_it_comes(add: str) -> None:
     )
     found = buckets.Buffers(model)
     found.keep()
-    found.add_changes(flag)
+    found.flag_changes(flag)
     assert not flag
     model.append(late) if add == "module" else model.register_buffer("late", torch.ones(1))
-    found.add_changes(flag)
+    found.flag_changes(flag)
     assert flag

@@ -25,7 +25,7 @@ class Batch:
     def __init__(self) -> None:
         self.own = torch.tensor(3.0)
 
-    def goes_by_rows(self, tensor: Tensor) -> bool:
+    def depends_on_rows(self, tensor: Tensor) -> bool:
         return tensor is self.own
 
 

@@ -18,7 +18,7 @@ from evener.balancer.types import ModelState, Problem
 from evener.torch import Split
 from evener.torch.shards import sharded
 from evener.torch.shards.unit import Ledger, choose_units
-from evener.torch.shards.whole import count_gathered
+from evener.torch.shards.whole import estimate_gathered_bytes
 from evener.workloads.protocol import MemoryMeter
 
 WIDTH, BLOCKS = 128, 16  # 2.1 million parameters: 33.7 MB with gradients and AdamW's state
@@ -155,7 +155,7 @@ def sweep(folder: Path, rank: int, caps: tuple[int, int]) -> None:
             if not (state := fit(split, Big(blocks, SMALL), caps, kind == "equal")):
                 break
             first, found[kind] = 1 + 8 * blocks // 5, state
-    beside = count_gathered(model := Big(2, SMALL), choose_units(model, None), None)
+    beside = estimate_gathered_bytes(model := Big(2, SMALL), choose_units(model, None), None)
     torch.save({**found, "room": sum(caps) - 2 * beside}, folder / f"{rank}.pt")
 
 
@@ -163,7 +163,9 @@ def fit(split: Split, model: Big, caps: tuple[int, int], equal: bool) -> int:
     """Return the bytes of a model's state; 0 if two steps exceed a rank's limit."""
     state = 16 * sum(each.numel() for each in model.parameters())
     problem = Problem(
-        2, caps, state=ModelState(state, count_gathered(model, choose_units(model, None), None))
+        2,
+        caps,
+        state=ModelState(state, estimate_gathered_bytes(model, choose_units(model, None), None)),
     )
     needs = [RowDemand(problem.state.gathered_bytes if problem.state else 0, 0.0, 0.0, 1.0)] * 2
     division = divide_state(caps, needs, problem)

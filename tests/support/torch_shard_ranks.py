@@ -16,7 +16,7 @@ from safetensors import safe_open
 from evener.torch.shards import checkpoint as checkpoint_module
 from evener.torch.shards.make import shard
 from evener.torch.shards.unit import choose_units
-from evener.torch.shards.whole import count_gathered
+from evener.torch.shards.whole import estimate_gathered_bytes
 from evener.torch.sums.collectives import count_exchanges
 from tests.support.fewer_audits import audit_first_step
 from tests.support.torch_shard_programs import (
@@ -119,7 +119,7 @@ def hold_half(world: int) -> tuple[int, float]:
     split, model = make_split(HALF, SHARES[world]), Blocks()
     part = PARTS[world][split.rank] / sum(PARTS[world])
     units, received = choose_units(model, None), (world - 1) * part
-    beside = count_gathered(model, units, torch.bfloat16, received=received)
+    beside = estimate_gathered_bytes(model, units, torch.bfloat16, received=received)
     parameters = sum(each.nbytes for each in model.parameters())
     model = split.shard(model, state=PARTS[world], dtype=torch.bfloat16)
     split.begin(SHARES[world])

@@ -12,7 +12,7 @@ from evener.torch.shards.make import check_buffers, cut_model, move
 from evener.torch.shards.place import ShardRank
 from evener.torch.shards.sender import bound_received
 from evener.torch.shards.unit import choose_units
-from evener.torch.shards.whole import count_gathered
+from evener.torch.shards.whole import estimate_gathered_bytes
 from evener.torch.step.wrapped import hook_forward
 
 from ..protocol import WorkerSetup
@@ -50,7 +50,7 @@ class RecipeShards:
         units, replaced = choose_units(module, None), list(module.parameters())
         autocast_dtype = recipe.autocast_dtype
         received = bound_received(len(parts))
-        self._gathered = count_gathered(module, units, None, autocast_dtype, received)
+        self._gathered = estimate_gathered_bytes(module, units, None, autocast_dtype, received)
         capped = any(limit is not None for limit in setup.memory_limit_bytes)
         on_whole_gpu = device.type == "cuda" and not capped
         self._other_bytes = CONTEXT_BYTES + NCCL_BYTES if on_whole_gpu else 0

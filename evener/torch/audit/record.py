@@ -159,7 +159,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
                 self.end_backward(arguments[0])
             return result
         if self.losses and not self.steps:
-            self._record_number_use(function, (arguments, given))
+            self._record_scaling(function, (arguments, given))
         generator = _find_generator(given)
         result = function(*arguments, **given)
         self.note_call(function, arguments, given, result)
@@ -261,7 +261,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             else RowNumber(result)
         )
 
-    def _record_number_use(self, function: Any, arguments: Any) -> None:
+    def _record_scaling(self, function: Any, arguments: Any) -> None:
         """Record numbers that a call combines with weights or gradients, such as decay rates."""
         # the decay rate is that of a moving average of the weights, for example
         if not is_arithmetic(function):

@@ -268,7 +268,8 @@ class StepTimer:
     # files and validation is measured in all batches, by the host.
 
     def __init__(self, clock: Any, single_rank: bool) -> None:
-        self.has_own_work = True  # False if ranks wait for each other within a pass
+        # False if compute time can't be separated from waits for other ranks
+        self.can_time_compute = True
         self._clock = clock  # a HostClock or a GpuClock
         self._single_rank = single_rank
         self._on_host = isinstance(clock, HostClock)
@@ -421,7 +422,7 @@ class StepTimer:
     def note_gradients(self) -> None:
         """Record that this rank's gradients are computed, and that it now waits for other ranks."""
         # called in each pass of a batch; the last call counts
-        if not (self.has_own_work or self._single_rank):
+        if not (self.can_time_compute or self._single_rank):
             return
         self._computed = True
         if not self._timed:
@@ -517,7 +518,7 @@ class StepTimer:
 
     def _note_timed_update(self) -> None:
         marks = self._marks
-        if not (self.has_own_work or self._single_rank):
+        if not (self.can_time_compute or self._single_rank):
             if marks and marks[-1][0] == BETWEEN:  # another backward pass before this update
                 marks[-1] = (OWN, marks[-1][1])
             self._enter(UPDATE, OWN)
@@ -833,7 +834,7 @@ class StepTimer:
         """Return a step's durations as a TimedStep, with NaN for unknown ones."""
         phase_seconds = _list_ended_phases(marked, spent)
         own_s, waiting_s = (phase_seconds.get(phase, math.nan) for phase in (OWN, SUM))
-        cpu, are_parts_known = marked.cpu, self.has_own_work
+        cpu, are_parts_known = marked.cpu, self.can_time_compute
         return TimedStep(
             sizes=marked.sizes,
             own_work_s=own_s if are_parts_known else math.nan,
@@ -869,7 +870,7 @@ class StepTimer:
             files_s += between_loops.get(FILES, 0.0)
             validation_s += between_loops.get(VALIDATION, 0.0)
             between_s += between_loops.get(BETWEEN, 0.0)
-        if not (self.has_own_work or self._single_rank):
+        if not (self.can_time_compute or self._single_rank):
             own_s, meeting_s, undivided_s = 0.0, 0.0, own_s + meeting_s
         if marked.cpu is not None:
             stands_for = marked.cpu.stands_for

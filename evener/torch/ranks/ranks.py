@@ -377,7 +377,7 @@ def find_shares(
     named = _name_gpu(device, gpus) or launched_device()
     own = RankInfo(socket.gethostname(), host, named, tuple(gpus), process.local_rank, plan=digest)
     ranks = _gather_agreed_infos(own, process, options)
-    seen = _seen(chosen.layout.active, ranks)
+    seen = _list_visible_gpus(chosen.layout.active, ranks)
     differences = fits(devices=seen, world=None, strict=strict, framework="torch")
     return _share_by_plan(chosen, global_batch, process, gpus, differences, ranks, device)
 
@@ -499,8 +499,10 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
         )
 
 
-def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return all GPUs that the ranks can use, to compare them with the plan's.
+def _list_visible_gpus(
+    active: Sequence[Share], ranks: Sequence[RankInfo]
+) -> tuple[str, ...] | None:
+    """Return the names of all GPUs that the ranks can use, to compare them with the plan's.
 
     Without any GPU, the result is `("the CPU",)`. It is None for a plan for CPUs.
     """

@@ -60,7 +60,7 @@ class Epoch:
         """Return whether a batch of this loop may still be passed to the model."""
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
-    def leaves_one(self) -> bool:
+    def has_pending_batch(self) -> bool:
         """Return whether the loop has ended, but its last batch may still have to be computed.
 
         The result is False if that batch has already been freed.

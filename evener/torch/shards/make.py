@@ -41,7 +41,7 @@ from .sender import bound_received
 from .sharded import Sharded
 from .slot import byte_count
 from .unit import choose_units
-from .whole import count_gathered
+from .whole import estimate_gathered_bytes
 
 _MEET = "meet in each unit of a sharded model"
 ELEMENTWISE = (
@@ -103,7 +103,7 @@ def shard(
     received = bound_received(training.world)
 
     def count_other_bytes() -> int:
-        return count_gathered(
+        return estimate_gathered_bytes(
             model, chosen, dtype, autocast_dtype, received if level == "all" else None
         )
 
@@ -127,7 +127,7 @@ def shard(
         f"ranks {_MEET}, so no pass is computed again: take smaller ones, or give this "
         f"rank a smaller part by state=."
     )
-    training.timer.has_own_work = False
+    training.timer.can_time_compute = False
     return model
 
 

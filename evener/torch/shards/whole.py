@@ -26,7 +26,7 @@ STATE_COPIES = 4  # copies of a trained parameter: itself, its gradient, two for
 MOST_PART = 0.25  # maximum fraction of the model's bytes for such parameters on each device
 
 
-def count_gathered(
+def estimate_gathered_bytes(
     model: Any,
     units: Mapping[str, Any],
     dtype: Any,

@@ -120,7 +120,7 @@ class BatchTracker:
         origin.open = False
         origin.unfinished = not (origin.batches and origin.batches[-1].used)
         self._epochs = [
-            epoch for epoch in self._epochs if epoch.open or _may_be_computed(epoch, origin)
+            epoch for epoch in self._epochs if epoch.open or _might_compute(epoch, origin)
         ]
         if self.current is not None and self.current.origin is origin:
             left = [epoch.batches[-1] for epoch in self._epochs if epoch.open]
@@ -203,7 +203,7 @@ def _list_training(epochs: Sequence[Epoch]) -> list[Epoch]:
         return running
     # All open epochs are at their first batch, which a loop may fetch before it computes the last
     # batch of the previous epoch.
-    return [each for each in trained if each.open or each.leaves_one()]
+    return [each for each in trained if each.open or each.has_pending_batch()]
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epoch_count: int) -> bool:
@@ -217,7 +217,7 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epoch_count: int) -> bo
     return one_each and all(batch.can_share_backward(newest) for batch in possible)
 
 
-def _may_be_computed(epoch: Epoch, ended: Epoch) -> bool:
+def _might_compute(epoch: Epoch, ended: Epoch) -> bool:
     """Return whether the user's script might still compute a batch of `epoch`, a loop that is over.
 
     The result is False for a validation loop. `ended` is the loop that has just ended; it may be

@@ -297,7 +297,7 @@ class PassState:
         }
         return same - self._statistics
 
-    def is_changed(self) -> bool:
+    def may_differ(self) -> bool:
         """Return whether repeating the pass may give different results.
 
         It may if the pass uses BatchNorm, has drawn random numbers or has changed buffers.

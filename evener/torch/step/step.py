@@ -277,7 +277,7 @@ class Passes:
             running.opened = True
             if running.part.is_piece:
                 self.recovery.look_for_collectives(running)
-        dependent = running is not None and running.state.is_changed()
+        dependent = running is not None and running.state.may_differ()
         for exchange in self._exchanges:
             if exchange in self._given and not exchange.has_gradients():
                 raise RequestError(

@@ -214,7 +214,7 @@ class BatchWeights(BatchTracker):
         # if losses are weighted already, the exchange averages
         self.models.add(model)
         if exchange is None:
-            self.timer.has_own_work = False  # nothing reports when its gradients are ready
+            self.timer.can_time_compute = False  # nothing reports when its gradients are ready
             if self.noise is not None:
                 raise refuse_noise(
                     "DistributedDataParallel's communication hook or mixed_precision"
@@ -366,10 +366,10 @@ class BatchWeights(BatchTracker):
         return count_equal_passes(batch.sizes, self.shares.micros)
 
     def refuse_in_parts(self, name: str) -> None:
-        """Raise RequestError if a method that needs all ranks is called while a part is computed.
+        """Raise RequestError if a part of a batch is being computed, rather than the whole batch.
 
-        `name` is the name of the method, which belongs to Split. Raises WholeBatchLoss if an audit
-        calls "loss" or "gather".
+        `name` is the called method of Split, which needs all ranks. During an audit,
+        WholeBatchLoss is raised instead if `name` is "loss" or "gather".
         """
         # ranks run different numbers of passes, so a collective in each pass would make them wait
         # for each other forever

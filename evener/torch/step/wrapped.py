@@ -269,7 +269,7 @@ def is_sharded(model: Any) -> bool:
     return "FSDPModule" in _class_names(model)
 
 
-def has_own_work(model: Any, rebalances: bool) -> bool:
+def can_time_compute(model: Any, rebalances: bool) -> bool:
     """Return whether a rank's compute time can be measured apart from waits for other ranks.
 
     `rebalances` is whether shares are rebalanced during training, which needs the compute times.

@@ -395,8 +395,11 @@ class Buffers:
             self._known.append((own, torch.cat(own)))
         return True
 
-    def add_changes(self, flag: torch.Tensor) -> None:
-        """Add a positive number to `flag` if a buffer has changed or was replaced since `keep`."""
+    def flag_changes(self, flag: torch.Tensor) -> None:
+        """Increase `flag`, a tensor with one number, if a buffer has changed or was replaced.
+
+        Buffers are compared with their state at the last call of `keep`.
+        """
         # Values are compared, because PyTorch's version counter misses changes by BatchNorm and
         # through `buffer.data`. If `may_differ` is false, there are no buffers.
         may_differ = self._places or self._kept_at != self._members.buffers_at()

@@ -354,7 +354,7 @@ class Exchange:
         # weights. The first rank multiplies them by the number of other ranks, and the others by
         # -1, so that equal weights add up to 0. The last value is the sum of their magnitudes.
         if self._compares:
-            self._common.add_changes(tail[:1])
+            self._common.flag_changes(tail[:1])
         turn, left = divmod(self.sums, EVERY)
         line = self.parameters[-1 - turn % len(self.parameters)].detach()
         if left or type(line) is not torch.Tensor or not line.numel():
