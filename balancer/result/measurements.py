@@ -243,7 +243,7 @@ def find_unequal_devices(
         fast, slow = rates[i, batch], rates[j, batch]
         if not is_known(fast, slow) or fast.low <= slow.high:
             continue
-        if printed.get(i, fast.value) <= printed.get(j, slow.value):
+        if printed_gain(printed.get(i, fast.value), printed.get(j, slow.value)) <= 0:
             continue
         times = 1 + printed_gain(fast.value, slow.value)
         if times >= max(UNEQUAL_RATIO, found.ratio if found else 0.0):
