@@ -278,7 +278,10 @@ def plan_rivals(
     found: dict[EvidenceKind, list[Evidence]] = {}
     for evidence in plan.evidence:
         found.setdefault(evidence.kind, []).append(evidence)
-    evens, splits = found.get("equal_shares", []), found.get("other_shares", [])
+    # the plan's own shares in other passes aren't another way to divide the batch
+    own = plan.layout.batches
+    evens = [each for each in found.get("equal_shares", []) if each.layout.batches != own]
+    splits = found.get("other_shares", [])
     if plan.layout.traits.alone:
         # a split whose gain is too uncertain to compare comes last, as in the verdict
         split = max([*evens, *splits], key=_rank_split, default=None)

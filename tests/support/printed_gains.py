@@ -360,7 +360,7 @@ def _alone_faults(printed: Printed) -> Iterator[str]:
             yield f"the earlier throughput is another device's: {rival.text}"
     for name, why in printed.not_compared.items():
         slower = name in printed.inside and printed.alone[name][0] < printed.inside[name]
-        if slower != ("slower" in why) and "another batch" not in why and "roughly" not in why:
+        if slower != ("slower" in why) and "another batch" not in why and "imprecise" not in why:
             yield f"{name} was {why}: {printed.alone[name]}, {printed.inside.get(name)} in the plan"
 
 
