@@ -156,13 +156,19 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
         rows = join_words([" + ".join(map(str, each)) for each in shares])
         yield f"in shards, memory ran out too, with {rows} samples"
     elif tried and record.facts.state is not None:
-        sizes = record.header.job.problem.memory_bytes
-        memory_bytes = sum(each or 0 for each in sizes)
-        yield (
-            f"in shards its state of {size(record.facts.state.state_bytes)} doesn't fit either: "
-            f"the devices have {size(memory_bytes)} in all, for that and for a step's rows, which "
-            f"take {_write_smallest_steps(record, record.facts.state, tried)}"
-        )
+        yield _explain_large_state(record, record.facts.state, tried)
+
+
+def _explain_large_state(
+    record: JournalContents, state: ModelState, tried: Sequence[Observation]
+) -> str:
+    """Return a clause with the memory that the model's state and a step take, and what there is."""
+    memory_bytes = sum(each or 0 for each in record.header.job.problem.memory_bytes)
+    return (
+        f"in shards its state of {size(state.state_bytes)} doesn't fit either: the devices have "
+        f"{size(memory_bytes)} in all, for that and for a step's rows, which take "
+        f"{_write_smallest_steps(record, state, tried)}"
+    )
 
 
 def _find_full_in_shards(record: JournalContents) -> list[OutOfMemory]:

@@ -797,24 +797,40 @@ def _find_ran_out(
     """
     if report.chosen.layout.traits.together:
         return
+    lacked_time = end.late and report.problem.budget_seconds is not None
     for in_shards in (True, False):
-        tried = [
-            one
-            for one in seen
-            if one.probe.layout.traits.together and one.probe.layout.traits.sharded is in_shards
-        ]
-        full = [one for one in tried if isinstance(one, OutOfMemory)]
-        if not full or any(isinstance(one, Timed) for one in tried):
+        full = _list_full_if_none_ran(seen, in_shards)
+        if full:
+            yield RanOut(
+                in_shards,
+                _list_full_devices(full, devices),
+                tuple(dict.fromkeys(one.probe.layout.shares for one in full)),
+                fmean(one.elapsed_seconds for one in full),
+                lacked_time=lacked_time,
+            )
+
+
+def _list_full_if_none_ran(seen: Sequence[Observation], in_shards: bool) -> list[OutOfMemory]:
+    """Return the probes over several devices that ran out of memory, sharded or not.
+
+    The list is empty if such a probe was timed.
+    """
+    full: list[OutOfMemory] = []
+    for observation in seen:
+        traits = observation.probe.layout.traits
+        if not traits.together or traits.sharded is not in_shards:
             continue
-        positions = {i for one in full for i in one.devices or one.probe.layout.active}
-        limited = report.problem.budget_seconds is not None
-        yield RanOut(
-            in_shards,
-            tuple(devices[i].label for i in sorted(positions)),
-            tuple(dict.fromkeys(one.probe.layout.shares for one in full)),
-            fmean(one.elapsed_seconds for one in full),
-            lacked_time=limited and end.late,
-        )
+        if isinstance(observation, Timed):
+            return []
+        if isinstance(observation, OutOfMemory):
+            full.append(observation)
+    return full
+
+
+def _list_full_devices(full: Sequence[OutOfMemory], devices: Sequence[Device]) -> tuple[str, ...]:
+    """Return the labels of the devices whose memory ran out; if unknown, of all that took part."""
+    positions = {i for one in full for i in one.devices or one.probe.layout.active}
+    return tuple(devices[i].label for i in sorted(positions))
 
 
 def _find_overruns(end: SearchEnd, observations: Sequence[Observation]) -> tuple[Unfinished, ...]:

@@ -58,13 +58,13 @@ def test_a_lasting_condition_is_reported_once(
 
 def test_a_condition_is_reported_again_when_it_comes_back(script: Any) -> None:
     watch = AlertWatch(AlertRules())
-    told = 0
+    alerts = 0
     for second in range(60):
         hot = second % 30 < 15
         sample = script.sample(0, temperature_celsius=value(88 if hot else 50))
         at_seconds = script.snapshot().at_seconds + second
-        told += len(watch.update(script.snapshot(devices=(sample,), at_seconds=at_seconds)))
-    assert told == 2
+        alerts += len(watch.update(script.snapshot(devices=(sample,), at_seconds=at_seconds)))
+    assert alerts == 2
     assert watch.reported == frozenset()
 
 

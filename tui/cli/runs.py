@@ -283,8 +283,7 @@ def compare(
 ) -> int:
     """Compare two trainings or two searches, as a check in CI.
 
-    The exit code is 1 if B is slower than A by more than --max-slowdown, and by more than the
-    measurements' uncertainty.
+    Exit code 1: B is slower by more than --max-slowdown and by more than noise.
     """
     part = parse_max_slowdown(most)
     names = [store.find_any(before), store.find_any(after)]
