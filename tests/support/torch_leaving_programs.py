@@ -62,13 +62,17 @@ def end(how: str, net: Net) -> None:
     net.fails = how == "raises in backward"
 
 
+def make_rows() -> TensorDataset:
+    """Return the data set, the same on both ranks."""
+    drawn = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(16 * BATCHES, WIDTH, generator=drawn))
+
+
 def train(how: str) -> None:
     """Train in a loop that the second rank leaves early."""
     split = Split(ratios=[1, 1], global_batch=16)
     model = split.wrap(Net())
-    for number, (rows,) in enumerate(
-        split.loader(TensorDataset(torch.randn(16 * BATCHES, WIDTH))), 1
-    ):
+    for number, (rows,) in enumerate(split.loader(make_rows()), 1):
         if split.rank and number == (BATCHES if how == "leaves out the last" else ENDS_IN):
             end(how, model.module)
             if how in ("breaks", "leaves out the last"):
@@ -102,7 +106,7 @@ def train_in_lightning(how: str) -> None:
     trainer = L.Trainer(
         strategy=split.strategy(), use_distributed_sampler=False, max_epochs=1, devices=2, **quiet
     )
-    trainer.fit(Module(), split.loader(TensorDataset(torch.randn(16 * BATCHES, WIDTH))))
+    trainer.fit(Module(), split.loader(make_rows()))
 
 
 def wait_for(folder: Path, rank: int, how: str) -> None:
