@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E40
 from torch.utils.data import default_collate  # noqa: E402
 
 from evener.torch.audit import compute  # noqa: E402
-from evener.torch.audit.computations import Computations  # noqa: E402
-from evener.torch.audit.compute import GradientSketcher  # noqa: E402
+from evener.torch.audit.computations import AuditChange, Computations  # noqa: E402
+from evener.torch.audit.compute import GradientSketcher, Piece  # noqa: E402
 from evener.torch.audit.quick import KnownPasses  # noqa: E402
 from evener.torch.audit.row_numbers import find_loss_by_rows  # noqa: E402
 from evener.torch.audit.rows import FEWER, ROWS, choose_few_rows, fetch_rows  # noqa: E402
@@ -35,7 +35,7 @@ from evener.torch.audit.sketch import (  # noqa: E402
     name_tensors,
     sum_lines,
 )
-from evener.torch.audit.step import DRAWN, Audited, audit  # noqa: E402
+from evener.torch.audit.step import DRAWN, Audited, audit, compare_losses  # noqa: E402
 from evener.torch.rows.structure import tensors_in  # noqa: E402
 from evener.torch.training_audits import (  # noqa: E402
     TrainingAudits,
@@ -593,3 +593,21 @@ def masked_mean(values: Any, per_row: bool, chance: float | None = None) -> Any:
     if per_row:
         return ((values * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
     return (values * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(("dtype", "agree"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_losses_of_bfloat16_may_differ_by_its_rounding(dtype: Any, agree: bool) -> None:
+    """Each loss is computed once, so the dtype of the computation says how near they have to be."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).to(dtype)
+    x = torch.randn(4, 5).to(dtype)
+
+    def compute(factor: float) -> Any:
+        return factor * model(x).float().square().mean()
+
+    pieces = [Piece(partial(compute, 1.0 + 1e-4))]
+    computations = Computations(
+        [Piece(partial(compute, 1.0))], pieces, {"sum": AuditChange(pieces)}, sizes=(1, 3)
+    )
+    sketcher = GradientSketcher([model], name_tensors([model]))
+    assert (compare_losses(sketcher, computations) is None) == agree

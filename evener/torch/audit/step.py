@@ -233,7 +233,8 @@ def compare_losses(
         trained = [sketcher.sketch([each]) for each in computations.trained]
     right = sum(each.loss for each in reference)
     own = sum(each.loss for each in trained)
-    allowed = LOSS_SAFETY * max(floor(each.kinds.get(LOSS, "float32")) for each in reference)
+    kinds = {kind for each in reference for kind in each.kinds.values()} or {"float32"}
+    allowed = LOSS_SAFETY * max(map(floor, kinds))
     scale = max(abs(right), abs(own)) or 1.0
     if abs(own - right) <= allowed * scale:
         return None
