@@ -82,11 +82,15 @@ def describe_memory(device: torch.device) -> str:
     """Return a phrase for messages that says how much memory is used, free, and used by others."""
     if device.type != "cuda":
         return "the memory of this machine's CPU"
-    own, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)
-    gib = [each / 2**30 for each in (total, own, free, bytes_of_others(device))]
-    return "of {:.1f} GiB the training holds {:.1f}, {:.1f} are free, others hold {:.1f}".format(
-        *gib
-    )
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+    held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    left = min(free, allowed - reserved)
+    gib = [each / 2**30 for each in (allowed, held, reserved - held, left, bytes_of_others(device))]
+    return (
+        "of {:.1f} GiB the training holds {:.1f}, {:.1f} are unused pieces, {:.1f} are free, others"
+        " hold {:.1f}"
+    ).format(*gib)
 
 
 @dataclass
