@@ -32,6 +32,9 @@ from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, RankedLayout, rank, throug
 
 # fewer steps say little about their noise; if a probe has more, turns differ for other reasons
 FEW_STEPS = 24
+# fraction of the fastest layout's samples/s; a layout below it isn't measured again if its
+# processes start slowly
+FAR_SLOWER = 0.5
 
 
 class Race:
@@ -74,7 +77,22 @@ class Race:
             for candidate in candidates
             if not self._seen.gone.keys() & candidate.layout.active
         )
-        return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
+        whole = [one for one in here if self._seen.first_failure(one.layout) is None]
+        return tuple(one for one in whole if not self._is_hopeless(one, whole))
+
+    def _is_hopeless(self, candidate: Candidate, others: Sequence[Candidate]) -> bool:
+        """Whether a layout is far slower than another one, and its processes start slowly.
+
+        True only for layouts that were measured before this comparison, while other devices ran.
+        """
+        layout = candidate.layout
+        if not candidate.synchronous or self._seen.turns(layout):
+            return False
+        if not self._budget.is_expensive(self._budget.starts.seconds(layout)):
+            return False
+        turns = [self._seen.turns(other.layout) for other in others if other.synchronous]
+        rates = [throughput(each).low for each in turns if each]
+        return self._machine.predicted_rate(layout) < FAR_SLOWER * max(rates, default=0.0)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
         """Return another probe of the winner or of its closest rival, to use up the budget.

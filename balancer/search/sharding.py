@@ -52,12 +52,18 @@ from .observations import Observations
 from .ranking import LEAST_GAIN
 from .rows import RowPolicy
 from .split_stage import SplitStage
+from .starts import StartTimes
 from .time_left import SHORTEST_PROBE_SECONDS, TimeLeft
 
 # fraction of a device's memory left as headroom: allocators round up, fragments stay free, and
 # sums need buffers; it doubles for each sharded step that ran out of memory there, and is halved
 # or quartered if the model doesn't fit otherwise
 HEADROOM = 0.05
+# least headroom in bytes, as far as it is at most SMALL_HEADROOM of the memory. PyTorch's allocator
+# maps large blocks in pages of 20 MiB. In sharded steps of a model of 8 billion parameters in 4
+# bits, 200 MiB of such pages stayed unused, whatever the size of the GPU's memory.
+LEAST_HEADROOM = 256 << 20
+SMALL_HEADROOM = 0.1
 FEWEST_HALVINGS = 2  # number of times that the headroom may be halved
 DIGITS = 4  # decimals of a part: 10 MB of a state of 100 GB, far below any card's headroom
 LEAST_PART = 1e-3  # of the state: a device whose rows leave less memory than this gets fewer rows
@@ -66,6 +72,15 @@ LEAST_PART = 1e-3  # of the state: a device whose rows leave less memory than th
 LEAST_GROWTH = 0.05
 # fraction of the time left for the first probe of each device alone
 FIRST_SHARE = 0.01
+# factor over the most rows that a device ran alone, up to which its memory is predicted for the
+# first whole step; memory per row may increase with the rows
+TRUSTED_GROWTH = 1.25
+# factors by which the memory of a further row may exceed that of earlier rows: if it was measured
+# by two sizes, and if all memory but the gathered units was divided by the rows of one size
+KNOWN_ROW_GROWTH, UNKNOWN_ROW_GROWTH = 1.2, 2.0
+# the planned rows are measured alone only if that takes at most this part of a group's start
+MOST_OF_START = 0.5
+STEPS_OF_SHORTEST = 3  # steps that the shortest probe takes, with its warm-up
 # the first whole step is measured now if the time left is less than this many starts of its group
 URGENT = 2.0
 # fraction of a measured training's samples/s; a training that is predicted to reach less than that
@@ -149,10 +164,16 @@ class Sharding:
         """Return the next probes; empty if no further measurement is worth its time."""
         policy = self.policy
         budget = Budget(policy.problem, BALANCE, policy.seen)
+        budget.starts = self._starts
         probes = () if self.parts is None else explore(policy, budget, with_splits=True)
         first = self._urgent_whole_step(budget) or self._smaller_whole_step(budget)
         if first is not None:
-            probes = (first,)
+            probes = self._larger_rows_alone(first, budget) or (first,)
+        elif self._needs_start(probes, budget):
+            larger = self._larger_whole_step(budget)
+            if larger is not None:
+                return (self._with_shards(larger),)
+            probes = ()
         whole = any(probe.layout.traits.together for probe in probes)
         if whole or not probes:
             held = self._probe_without_rows(budget)
@@ -162,6 +183,45 @@ class Sharding:
         if whole and not self.parts:
             return ()
         return tuple(self._with_shards(self._shorten_first(probe, budget)) for probe in probes)
+
+    @property
+    def _starts(self) -> StartTimes:
+        """How long processes took to start, also where their rows don't fit beside the state."""
+        every = Observations(self._problem)
+        for one in self._seen:
+            every.add(self._without_shards(one))
+        return StartTimes(every, groups_end_others=True)
+
+    def _larger_rows_alone(self, whole: Probe, budget: Budget) -> tuple[Probe, ...]:
+        """Return probes of single devices with the rows of the first step over all devices.
+
+        They show the memory of these rows in seconds, while a whole step that runs out of memory
+        costs another start of its processes. Only devices that would get clearly more rows than
+        they ran alone are measured. Empty once a whole step was tried, or if their children would
+        have to start first.
+        """
+        if any(one.probe.layout.state for one in self._seen):
+            return ()
+        shares = whole.layout.shares
+        found = []
+        for position, rows in enumerate(shares):
+            ran = [one.probe.layout.shares[position] for one in self._measured_alone(position)]
+            if not ran or rows <= TRUSTED_GROWTH * max(ran):
+                continue
+            alone = layout_of(tuple(rows if i == position else 0 for i in range(len(shares))))
+            tried = any(one.probe.layout.shares == alone.shares for one in self._seen)
+            if tried or budget.is_expensive(budget.starts.seconds(alone)):
+                continue
+            turn = 1 + max(one.probe.turn for one in self._measured_alone(position))
+            found.append(Probe(alone, Stage.SOLO, SHORTEST_PROBE_SECONDS, turn))
+        seconds = max((self._seconds_alone(probe.layout) for probe in found), default=0.0)
+        ends = budget.spent + seconds + budget.least_seconds(whole.layout)
+        pays = seconds <= MOST_OF_START * budget.starts.seconds(whole.layout)
+        return tuple(found) if pays and ends <= budget.seconds else ()
+
+    def _seconds_alone(self, layout: Layout) -> float:
+        """Return how many seconds the shortest probe of a device takes, if its child is running."""
+        return STEPS_OF_SHORTEST * self._row_demands[layout.active[0]].seconds(max(layout.shares))
 
     def _shorten_first(self, probe: Probe, budget: Budget) -> Probe:
         """Shorten a device's first solo probe to 1 % of the time left, but not below 0.2 s.
@@ -197,8 +257,24 @@ class Sharding:
         sizes = (self._measured_alone(i) for i in range(self._problem.devices))
         are_known = all(len(own) >= FEWEST_SIZES for own in sizes)
         if left < URGENT * start_seconds or (are_known and budget.is_expensive(start_seconds)):
-            return probe
+            return self._interpolated_whole_step(budget) or probe
         return None
+
+    def _interpolated_whole_step(self, budget: Budget) -> Probe | None:
+        """Return a step with the planned rows if each device ran at least as many alone, or None.
+
+        The memory of these rows lies between those of measured sizes, also if the larger size
+        doesn't fit beside the device's part of the state.
+        """
+        division = self._division
+        planned = division and propose(division, self._row_demands, self._problem)
+        if not planned:
+            return None
+        for position, rows in enumerate(planned.layout.pass_rows):
+            alone = self._measured_alone(position)
+            if rows > max(one.probe.layout.shares[position] for one in alone):
+                return None
+        return self._make_whole_step(planned, budget)
 
     def _smaller_whole_step(self, budget: Budget) -> Probe | None:
         """Return a step over all devices with fewer rows, after one ran out of memory, or None.
@@ -208,21 +284,88 @@ class Sharding:
         """
         if not budget.is_expensive(budget.starts.longest_single_start):
             return None
-        division, problem = self._division, self.policy.problem
+        division = self._division
         whole = [one for one in self._never_out_of_memory(self._seen) if one.probe.layout.state]
         if not self.parts or not any(self._failures) or whole:
             return None
         smaller = division and propose(division, self._row_demands, self._problem)
+        return self._make_whole_step(smaller, budget) if smaller else None
+
+    def _make_whole_step(self, proposal: Proposal, budget: Budget) -> Probe | None:
+        """Return a probe of a proposed step over all devices.
+
+        None if it was tried already, gives a device no rows, or doesn't fit into the budget.
+        """
+        problem = self.policy.problem
         tried = [one.probe.layout for one in self._seen]
-        if not smaller or smaller.layout in tried or not all(smaller.layout.shares):
+        if proposal.layout in tried or not all(proposal.layout.shares):
             return None
-        rows_alone = layout_of(smaller.layout.shares, smaller.layout.micro)
+        rows_alone = layout_of(proposal.layout.shares, proposal.layout.micro)
         if problem.micro < bool(rows_alone.micro):
             return None
-        if not budget.affords(rows_alone, Stage.RACE, smaller.seconds):
+        if not budget.affords(rows_alone, Stage.RACE, proposal.seconds):
             return None
-        seconds = budget.probe_seconds(rows_alone, Stage.SPLIT, step_seconds=smaller.seconds)
+        seconds = budget.probe_seconds(rows_alone, Stage.SPLIT, step_seconds=proposal.seconds)
         return Probe(rows_alone, Stage.SPLIT, seconds)
+
+    def _needs_start(self, probes: Sequence[Probe], budget: Budget) -> bool:
+        """Whether these probes would start processes at a high cost, while a group runs already.
+
+        True only after a step over all devices has run.
+        """
+        if not self._ran_whole or any(probe.layout.traits.together for probe in probes):
+            return False
+        return budget.is_expensive(budget.starts.longest_single_start)
+
+    @property
+    def _ran_whole(self) -> list[Timed]:
+        """The measured steps over all devices with the current division, and rows on each."""
+        ran = self._never_out_of_memory(self._seen)
+        return [
+            one
+            for one in ran
+            if one.probe.layout.state == self.parts and all(one.probe.layout.shares)
+        ]
+
+    def _larger_whole_step(self, budget: Budget) -> Probe | None:
+        """Return a step over all devices with more rows than the largest that ran, or None.
+
+        The group that ran it measures this step within seconds, while processes of single devices
+        would have to start. Each device gets the rows that its memory is predicted to hold.
+        """
+        division, problem = self._division, self._problem
+        if division is None or problem.global_batch is not None:
+            return None
+        largest = max(self._ran_whole, key=lambda one: one.probe.layout.global_batch)
+        before = largest.probe.layout.shares
+        rows = [self._most_rows_beside(i, largest, division) for i in range(problem.devices)]
+        most = problem.max_global_batch or UNBOUNDED
+        shares = tuple(own // problem.multiple_of * problem.multiple_of for own in rows)
+        layout = layout_of(shares)
+        tried = [one.probe.layout.shares for one in self._seen if one.probe.layout.state]
+        if sum(shares) <= sum(before) or sum(shares) > most or shares in tried:
+            return None
+        more = self._communication_seconds(largest)
+        seconds = expect_seconds(layout, self._row_demands) + more
+        if not budget.affords(layout, Stage.RACE, seconds):
+            return None
+        return Probe(
+            layout, Stage.SPLIT, budget.probe_seconds(layout, Stage.SPLIT, step_seconds=seconds)
+        )
+
+    def _most_rows_beside(self, position: int, ran: Timed, division: StateDivision) -> int:
+        """Return the most rows that a device is predicted to hold beside its part of the state.
+
+        `ran` is a step over all devices with this division. The result isn't below its rows.
+        """
+        rows, used = ran.probe.layout.shares[position], ran.memory_bytes[position]
+        limit = division.limits[position]
+        need = self._row_demands[position]
+        if used is None or limit is None or not need.row_bytes:
+            return rows
+        sizes = {one.probe.layout.shares[position] for one in self._measured_alone(position)}
+        growth = KNOWN_ROW_GROWTH if len(sizes) > 1 else UNKNOWN_ROW_GROWTH
+        return rows + max(0, int((limit - used) / (growth * need.row_bytes)))
 
     def layouts(self) -> list[Layout]:
         """Return the sharded layouts for the final comparison."""
@@ -288,7 +431,7 @@ class Sharding:
         failures, needs, problem = self._failures, self._row_demands, self._problem
         for forgiven in range(max(failures) + FEWEST_HALVINGS + 1):
             usable_bytes = tuple(
-                int(limit * (1 - HEADROOM * 2.0 ** max(failure_count - forgiven, -FEWEST_HALVINGS)))
+                max(0, round(limit - measure_headroom(limit, failure_count - forgiven)))
                 for limit, failure_count in zip(limits, failures, strict=True)
             )
             division = divide_state(usable_bytes, needs, problem, without_rows)
@@ -309,14 +452,13 @@ class Sharding:
 
     @property
     def _row_demands(self) -> list[RowDemand]:
-        """Memory and time of rows on each device, from its first two solo probes.
+        """Memory and time of rows on each device, from its solo probes that decide the division.
 
         A solo probe has no other device in its layout. Devices without such probes are left out.
         """
-        # later ones would change the division, which must stay the same after a whole step
         first = Observations(self._problem)
         for position in range(self._problem.devices):
-            for one in self._measured_alone(position)[:FEWEST_SIZES]:
+            for one in self._measured_for_division(position):
                 first.add(self._without_shards(one))
         devices = (read_device(first, position) for position in range(self._problem.devices))
         return [self._row_demand(device) for device in devices if device.alone]
@@ -330,11 +472,28 @@ class Sharding:
                 found.append(one)
         return sorted(found, key=lambda one: one.probe.turn)
 
+    def _measured_for_division(self, position: int) -> list[Timed]:
+        """Return the measurements of this device alone that decide the division of the state.
+
+        These are all before the first step over several devices, and at least the first two.
+        """
+        # others would change the division, which must stay the same after a whole step
+        alone = self._measured_alone(position)
+        whole = (one.probe.turn for one in self._seen if one.probe.layout.state)
+        first_whole = min(whole, default=math.inf)
+        before = [one for one in alone if one.probe.turn < first_whole]
+        return before if len(before) >= FEWEST_SIZES else alone[:FEWEST_SIZES]
+
     def _row_demand(self, device: DeviceEvidence) -> RowDemand:
         gathered, memory = self._state.gathered_bytes, device.memory
-        batch, used = memory.points[-1] if memory.points else (1, gathered)
-        base = min(used, gathered) if memory.line is None else memory.line[0]
-        return RowDemand(base, max(0.0, used - base) / batch, *_fit_time(device))
+        if memory.line is None:
+            batch, used = memory.points[-1] if memory.points else (1, gathered)
+            least = min(used, gathered)
+            return RowDemand(least, (used - least) / batch, *_fit_time(device))
+        # the line of the largest batches, raised until no measured batch is above it
+        _, slope = memory.line
+        base = max(size - slope * rows for rows, size in memory.points)
+        return RowDemand(base, slope, *_fit_time(device))
 
     # ------------------------------------------------------------------ devices without rows
 
@@ -378,7 +537,7 @@ class Sharding:
         if not budget.affords(wanted.layout, Stage.RACE, wanted.seconds):
             return None
         seconds = budget.probe_seconds(wanted.layout, Stage.SHARD, step_seconds=wanted.seconds)
-        return Probe(wanted.layout, Stage.SHARD, seconds)
+        return Probe(wanted.layout, Stage.SHARD, seconds, self._turn_of_whole_step)
 
     def _may_win(self, proposal: Proposal) -> bool:
         """Whether a layout is predicted to be faster than all sharded layouts that ran.
@@ -513,12 +672,34 @@ class Sharding:
         """Convert a probe of an unsharded layout into a probe of the sharded model."""
         layout = probe.layout
         if layout.traits.together:
-            return msgspec.structs.replace(probe, layout=self._shard(layout), stage=Stage.SHARD)
+            return msgspec.structs.replace(
+                probe,
+                layout=self._shard(layout),
+                stage=Stage.SHARD,
+                turn=self._turn_of_whole_step,
+            )
         part = msgspec.structs.replace(layout, kind="part")
         return msgspec.structs.replace(probe, layout=part, stage=Stage.PART)
 
+    @property
+    def _turn_of_whole_step(self) -> int:
+        """The turn of the next step over several devices, above those of all solo probes so far."""
+        # observations may be read in any order, so this shows which solo probes came before
+        alone = (one.probe.turn for one in self._seen if not one.probe.layout.state)
+        return 1 + max(alone, default=-1)
+
     def _shard(self, layout: Layout) -> Layout:
         return msgspec.structs.replace(layout, kind="shard", state=self.parts or ())
+
+
+def measure_headroom(limit_bytes: float, doublings: int) -> float:
+    """Return how many bytes of a device's memory a division of the state leaves free.
+
+    `doublings` is how often the usual headroom is doubled, or halved if it is negative. It is
+    halved at most twice.
+    """
+    least = min(LEAST_HEADROOM, SMALL_HEADROOM * limit_bytes)
+    return max(HEADROOM * limit_bytes, least) * 2.0 ** max(doublings, -FEWEST_HALVINGS)
 
 
 def _subtract_bytes(

@@ -43,17 +43,33 @@ class StartTimes:
         own = self._seconds_by_group_key.get(layout.group_key)
         if not own:
             return 0.0 if layout.group_key in self._recovering_groups else self._of_new(layout)
-        paid = [seconds for seconds in own if seconds]
-        if paid and layout.traits.alone and self._groups_end_others and self._a_group_started:
+        paid = [seconds for seconds in own if seconds] or self._failed_starts(layout)
+        if paid and layout.traits.alone and self._single_processes_ended:
             return min(paid)
         ends = self._exit_counts[layout.group_key] if self.out_of_memory_restart_seconds else 0
         start_each_time = len(paid) > 1 + ends
         are_down = 0 < len(paid) <= ends
         return min(paid) if start_each_time or are_down else 0.0
 
+    def _failed_starts(self, layout: Layout) -> list[float]:
+        """Return the time of the first probe of these processes if it ran out of memory, in a list.
+
+        It includes their start, which no measurement shows if they kept running.
+        """
+        failed = [
+            one.elapsed_seconds
+            for one in self._seen.in_stage(Stage.SOLO)
+            if isinstance(one, OutOfMemory) and one.probe.layout.group_key == layout.group_key
+        ]
+        return [max(failed)] if failed else []
+
     @cached_property
-    def _a_group_started(self) -> bool:
-        return any(one.probe.layout.traits.together for one in self._seen.in_stage(Stage.SPLIT))
+    def _single_processes_ended(self) -> bool:
+        """Whether processes of single devices have ended to leave their memory to others."""
+        if self._seen.in_stage(Stage.PART, Stage.SHARD):  # no device has memory for both
+            return True
+        groups = self._seen.in_stage(Stage.SPLIT)
+        return self._groups_end_others and any(one.probe.layout.traits.together for one in groups)
 
     @cached_property
     def longest_single_start(self) -> float:
