@@ -114,7 +114,12 @@ def make_equal(plan: Plan) -> Plan:
         )
         for share in shares
     )
-    layout = msgspec.structs.replace(plan.layout, share=equal, global_batch=rows * len(shares))
+    layout = msgspec.structs.replace(
+        plan.layout,
+        kind="shard" if state else "split",
+        share=equal,
+        global_batch=rows * len(shares),
+    )
     return msgspec.structs.replace(plan, layout=layout)
 
 
