@@ -361,7 +361,9 @@ def choose_single(report: SearchReport, rivals: Sequence[ComparedLayout]) -> Com
     If the plan itself uses one device, this is a different one. Returns None if no such device was
     measured alone.
     """
-    chosen, alone = report.chosen, list_alone(report)
+    chosen, raced = report.chosen, {one.layout: one for one in rivals}
+    # of a device in the final comparison, that comparison's figures are the ones that are printed
+    alone = [raced.get(one.layout, one) for one in list_alone(report)]
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [compared for compared in alone if compared.layout.active != own]
     first = next((single for single in _list_singles(rivals) if single.layout.active != own), None)

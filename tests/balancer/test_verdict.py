@@ -390,6 +390,13 @@ def test_the_plan_is_compared_with_the_fastest_device_of_its_table() -> None:
     assert alone_now_and_before(2664).gains == "+17 % over GPU:0 alone"
 
 
+def test_the_fastest_of_one_device_s_batches_in_the_final_comparison_is_compared() -> None:
+    fewer = standing(candidate("solo", solo(2, 0, 128)), 1000, -1 / 3)
+    added = standing(msgspec.structs.replace(SOLO, extra=True), 1200, -0.2)
+    words = write_text(result(SPLIT, 1500), [fewer, added], solos=(result(SOLO, 1200), None))
+    assert words.gains == "+25 % over GPU:0 alone"
+
+
 def test_a_device_that_was_faster_than_the_plan_before_is_reported() -> None:
     """The machine was faster then, so the gain is over what was raced beside the plan."""
     words = alone_now_and_before(2100)
