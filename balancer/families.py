@@ -293,8 +293,8 @@ class ShardFamily(Family):
         return view.shards
 
     def title(self, layout: Layout, devices: int, is_second: bool = False) -> str:
-        """Return "shards of the model", preceded by "another" if `is_second` is set."""
-        return "another shards of the model" if is_second else "shards of the model"
+        """Return "shards of the model", preceded by "other" if `is_second` is set."""
+        return "other shards of the model" if is_second else "shards of the model"
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Describe a layout in words: its shares, its devices, and their parts of the model."""

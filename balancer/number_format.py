@@ -108,6 +108,11 @@ def group_digits(count: float) -> str:
     return f"{count:,.0f}".replace(",", " ")
 
 
+def count_samples(count: int | str) -> str:
+    """Format a number of samples: "1 sample" or "64 samples"."""
+    return f"{count} sample" if str(count) == "1" else f"{count} samples"
+
+
 def millions(count: int) -> str:
     """Format a parameter count in millions or billions."""
     return f"{count / 1e9:.1f} billion" if count >= 999.5e6 else f"{count / 1e6:.3g} million"

@@ -15,7 +15,7 @@ from evener.errors import DeviceError, NoLayoutError
 
 from ..events import ProbeProgress
 from ..journal import Header, JournalContents
-from ..number_format import join_words, size, write_share
+from ..number_format import count_samples, join_words, size, write_share
 from ..request import allows_passes
 from ..search.observations import SHARDED
 from ..search.sharding import Sharding
@@ -329,7 +329,7 @@ def _find_smallest(observations: Sequence[Observation]) -> dict[int, Failed | Ou
 
 def _describe(position: int, failure: Failed | OutOfMemory, device: Device) -> str:
     layout = failure.probe.layout
-    samples = f"{write_share(layout.shares[position], layout.pass_rows[position])} samples"
+    samples = count_samples(write_share(layout.shares[position], layout.pass_rows[position]))
     if isinstance(failure, OutOfMemory):
         return f"{device.label} ran out of memory with {samples}"
     return f"{device.label} failed with {samples}{_join_phase(_describe_reason(failure, device))}"
@@ -367,7 +367,7 @@ def _explain_too_large(
     if header.request.micro == "off":
         micro_off = ", drop --micro off, so that larger shares are computed in several passes,"
     return NoLayoutError(
-        f"A global batch of {header.request.global_batch} samples doesn't fit: "
+        f"A global batch of {count_samples(header.request.global_batch or 0)} doesn't fit: "
         f"{join_words(holds)}{together}.",
-        f"Take at most {most} samples{micro_off} or choose other devices.",
+        f"Take at most {count_samples(most)}{micro_off} or choose other devices.",
     )

@@ -15,7 +15,7 @@ from evener.training.limits import LimitKind, TrainingLimit
 
 from ..families import SOLO, Family, is_even
 from ..journal import JournalContents
-from ..number_format import relative_error
+from ..number_format import count_samples, relative_error
 from ..objectives import find_objective
 from ..probes.launch_plan import MIXED
 from ..search.layouts import Candidate
@@ -747,7 +747,7 @@ def _name_missing(candidate: Candidate, labels: Sequence[str]) -> str:
     """Return the name of a layout that was never measured, or only before the final comparison."""
     layout, devices = candidate.layout, len(labels)
     if layout.traits.alone and devices > 1 and not layout.knobs:
-        return f"{labels[layout.active[0]]} alone at {layout.global_batch} samples"
+        return f"{labels[layout.active[0]]} alone at {count_samples(layout.global_batch)}"
     if candidate.family.equal_shares and len(layout.active) == devices:
         # the plan may be an even split over fewer devices
         over = "both" if devices == 2 else f"all {devices}"

@@ -19,6 +19,7 @@ from evener.training.noise_scale import write_scale
 from ..events import Finished
 from ..families import MOST_NAMED as MOST_DEVICES
 from ..number_format import (
+    count_samples,
     factor,
     half_width,
     join_words,
@@ -279,6 +280,12 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
     return f"{name} ({' + '.join(map(str, split.batches))}{whole})"
 
 
+def _is_plural(name: str) -> bool:
+    """Return whether the verb after a layout's name is plural, as in "equal shares are"."""
+    plural = ("equal shares", "equal numbers", "shards", "other ")
+    return name.removeprefix("the ").startswith(plural)
+
+
 def _can_be_stated(rival: Rival) -> bool:
     """Return whether sentences for users can compare a layout with the plan.
 
@@ -298,7 +305,7 @@ def _write_gain(verdict: Verdict, rival: Rival, rival_name: str) -> str:
     `rival_name` is the other layout's name in the sentence.
     """
     if not rival.rate.known or rival.gain is None:
-        are = "are" if rival.kind == "equal_shares" else "is"
+        are = "are" if _is_plural(rival_name) else "is"
         return f"{rival_name} {are} too uncertain to compare ({write_error(rival.rate)})"
     if rival.tie:
         return _write_tie(rival, rival_name)
@@ -426,7 +433,7 @@ def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
 def _describe_equal_shares(verdict: Verdict) -> Iterator[str]:
     if not verdict.equal_shares or _is_doubtful(verdict):
         return
-    what = f"the batch, {verdict.chosen.global_batch} samples a step"
+    what = f"the batch, {_samples(verdict)} a step"
     if verdict.batch_given:
         what = "shares that follow a device which gets slower (rebalance=True in your script)"
     plain = PLAIN_PARALLEL.get(verdict.framework, PLAIN_PARALLEL["none"])
@@ -454,7 +461,8 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
     faster = [one for one in faster if one.rate.samples_per_second > own]
     for one in faster[:MOST_NAMED]:
         name, speed = one.name[:1].upper() + one.name[1:], rate(one.rate.samples_per_second)
-        at = f" at {one.global_batch} samples a step" if one.global_batch != _batch(verdict) else ""
+        other = one.global_batch != _batch(verdict)
+        at = f" at {count_samples(one.global_batch)} a step" if other else ""
         measured = f"{speed} samples/s {write_error(one.rate)}"
         yield f"{name}{at} reached {measured}, which is known more precisely."
 
@@ -565,10 +573,10 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
     if untried and verdict.stopped in ("interrupted", "cut_off"):
         yield f"No split with {join_words(untried)} was measured before the search was stopped."
     elif untried:
-        are, it = ("is", "it") if len(untried) == 1 else ("are", "them")
+        are, they, them = ("is", "it", "it") if len(untried) == 1 else ("are", "they", "them")
         yield (
-            f"{join_words(untried)} {are} left out: by the curves measured alone, {it} would gain "
-            f"nothing, so no split with {it} was measured near {_samples(verdict)}."
+            f"{join_words(untried)} {are} left out: by the curves measured alone, {they} would "
+            f"gain nothing, so no split with {them} was measured near {_samples(verdict)}."
         )
 
 
@@ -583,7 +591,7 @@ def _write_loss(loss: float) -> str:
 
 
 def _samples(verdict: Verdict) -> str:
-    return f"{verdict.chosen.global_batch} samples"
+    return count_samples(verdict.chosen.global_batch)
 
 
 def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
@@ -690,8 +698,8 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
     if single is not None and single.earlier_samples_per_second and verdict.rate.known:
         now, earlier = rate(single.rate.samples_per_second), rate(single.earlier_samples_per_second)
         yield (
-            f"{single.name} at {single.global_batch} samples, measured alternately with the plan: "
-            f"{now} samples/s now, {earlier} earlier."
+            f"{single.name} at {count_samples(single.global_batch)}, measured alternately with the "
+            f"plan: {now} samples/s now, {earlier} earlier."
         )
 
 
@@ -709,12 +717,14 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
         what = join_words([KNOBS.get(knob, knob) for knob in knobs])
         in_turn = f", {ALTERNATELY}" if rival.paired else ""
         what = what[:1].upper() + what[1:]
+        ending = "" if len(knobs) > 1 or knobs[0] in WORKERS else "s"
         if rival.tie:
-            yield f"{what} makes no difference."
+            yield f"{what} make{ending} no difference."
         elif rival.knobs:
-            yield f"{what} loses {_write_percent_lost(rival.gain)}{in_turn}."
+            yield f"{what} lose{ending} {_write_percent_lost(rival.gain)}{in_turn}."
         elif rival.batches == verdict.chosen.batches:
-            yield f"{what} gives {percent(rival.gain, 0 if rival.gain >= 0.02 else 1)}{in_turn}."
+            gain = percent(rival.gain, 0 if rival.gain >= 0.02 else 1)
+            yield f"{what} give{ending} {gain}{in_turn}."
 
 
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
@@ -789,7 +799,8 @@ def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Itera
             continue
         mentioned.add(rival.kind)
         in_turn = f", {ALTERNATELY}" if rival.paired else ""
-        at = f" at {rival.global_batch} samples" if rival.global_batch != _batch(verdict) else ""
+        other = rival.global_batch != _batch(verdict)
+        at = f" at {count_samples(rival.global_batch)}" if other else ""
         name = rival.name[:1].upper() + rival.name[1:]
         yield f"{name}{at} loses {_write_percent_lost(rival.gain)}{in_turn}."
 
@@ -882,12 +893,12 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
                 f"At a noise scale of {write_scale(found.noise_scale)}, {found.global_batch} "
                 f"samples a step are worth {worth} of as many in small batches."
             )
-    if found.adam_rate is not None and found.sgd_rate is not None:
+    if found.own_batch and found.adam_rate is not None and found.sgd_rate is not None:
         rule = "linear, while the batch is below the noise scale"
         if found.sgd_rule == "adascale":
             rule = "AdaScale"
         yield (
-            f"For the learning rate of {found.own_batch} samples a step, try Adam's x "
+            f"For the learning rate of {count_samples(found.own_batch)} a step, try Adam's x "
             f"{factor(found.adam_rate)} (square root) or SGD's x {factor(found.sgd_rate)} ({rule})."
         )
 
@@ -997,10 +1008,8 @@ def _warn_of_time(left_out: Sequence[LeftOut]) -> Iterator[str]:
     growing = [one for one in left_out if one.reason == "packs_growing"]
     if growing:
         enough = f"--budget {growing[0].enough_seconds}s should be enough"
-        names = join_words([one.name for one in growing])
-        yield (
-            f"Packs were still getting faster when the budget left no time for a {names}; {enough}."
-        )
+        names = join_words([f"a {one.name}" for one in growing])
+        yield f"Packs were still getting faster when the budget left no time for {names}; {enough}."
 
 
 def _warn_of_retreats(verdict: Verdict) -> Iterator[str]:
@@ -1043,7 +1052,7 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
         yield write_doubt(doubt, verdict.on_gpus)
     twins = verdict.unequal_devices
     if twins is not None:
-        at = f" at {twins.batch} samples a step" if twins.batch else ""
+        at = f" at {count_samples(twins.batch)} a step" if twins.batch else ""
         yield (
             f"{twins.fast} and {twins.slow} are the same kind of device ({twins.product}), and "
             f"{twins.fast} was {twins.ratio:.1f} times as fast alone{at}: suspect the measurement, "
@@ -1124,9 +1133,7 @@ def _warn_of_left_out_devices(verdict: Verdict) -> Iterator[str]:
     for left_out in verdict.left_out:
         if left_out.kind != "device" or left_out.reason in ("not_faster", "not_tried"):
             continue
-        fits = (
-            f"{left_out.rows} sample fits" if left_out.rows == 1 else f"{left_out.rows} samples fit"
-        )
+        fits = f"{count_samples(left_out.rows)} {'fits' if left_out.rows == 1 else 'fit'}"
         why = {
             "nothing_ran": "was left out, as nothing ran on it",
             "nothing_fits": f"was left out, as not even {fits} in its memory",
@@ -1190,7 +1197,7 @@ def write_end(verdict: Verdict, reason: str) -> str:
     if not tied:
         return "The turns that are left would not make the samples/s more certain."
     names = join_words([f"{_drop_batches(one)} ({_write_batches(one)})" for one in tied])
-    one_layout = len(tied) == 1 and tied[0].kind != "equal_shares"
+    one_layout = len(tied) == 1 and not _is_plural(tied[0].name)
     tie = "ties" if one_layout else "tie"
     return (
         f"{names[:1].upper()}{names[1:]} {tie} with the plan, and the turns that are left would "

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.balancer.families import PackMode, pack_on
 from evener.balancer.result.sentences import write_end, write_verdict
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.ranking import RankedLayout
@@ -183,6 +184,14 @@ def a_knob_that_makes_no_difference() -> Verdict:
     return judged(result(SOLO, 1000), [standing(with_knob("xla"), 999, -0.001, tie=True)])
 
 
+@verdict
+def packs_that_were_still_getting_faster() -> Verdict:
+    modes: tuple[PackMode, ...] = ("", "mps")
+    packs = tuple(candidate("pack", pack_on(SOLO.layout, 6, mode)) for mode in modes)
+    limited = Problem(2, (None,) * 2, budget_seconds=60.0)
+    return judged(result(PACK, 2000), ungrown=packs, problem=limited, enough_seconds=90.0)
+
+
 # ---------------------------------------------------------------------- why
 
 
@@ -328,12 +337,22 @@ def a_device_is_left_out_and_no_split_with_it_was_measured() -> Verdict:
     return without_the_third()
 
 
+def without_the_last_two(stop: Stop) -> Verdict:
+    """Four devices of which two are left out, and no split with them was measured."""
+    chosen = result(candidate("split", Layout("split", (150, 106, 0, 0))), 1000)
+    solos = tuple(result(candidate("solo", solo(4, i, 256)), 500 - 100 * i) for i in range(4))
+    return judged(chosen, results=(chosen, *solos), solos=solos, stop=stop)
+
+
+@verdict
+def two_devices_are_left_out_and_no_split_with_them_was_measured() -> Verdict:
+    return without_the_last_two(Stop.SETTLED)
+
+
 @verdict
 def a_search_was_stopped_before_a_split_with_some_devices() -> Verdict:
     """What wasn't measured yet isn't said to gain nothing."""
-    chosen = result(candidate("split", Layout("split", (150, 106, 0, 0))), 1000)
-    solos = tuple(result(candidate("solo", solo(4, i, 256)), 500 - 100 * i) for i in range(4))
-    return judged(chosen, results=(chosen, *solos), solos=solos, stop=Stop.INTERRUPTED)
+    return without_the_last_two(Stop.INTERRUPTED)
 
 
 @verdict
@@ -406,6 +425,12 @@ def an_epoch_of_few_steps() -> Verdict:
 @verdict
 def a_search_that_ended_in_a_tie() -> Verdict:
     return uneven(standing(EVEN, 998, -0.002, tie=True), stop=Stop.TIED)
+
+
+@verdict
+def a_search_that_ended_in_a_tie_with_shards() -> Verdict:
+    shards = candidate("shard", Layout("shard", (150, 106)))
+    return uneven(standing(shards, 998, -0.002, tie=True), stop=Stop.TIED)
 
 
 @verdict

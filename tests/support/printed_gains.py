@@ -398,7 +398,7 @@ def _time_faults(printed: Printed) -> Iterator[str]:
         found = NO_TIME.search(line)
         names = re.split(", | and ", found["names"]) if found is not None else []
         for device, (_, batch) in printed.alone.items():
-            if f"{device} alone at {batch} samples" in names:
+            if f"{device} alone at {batch} sample{'s' * (batch != 1)}" in names:
                 yield f"{device} was measured alone at {batch}: {line}"
 
 
