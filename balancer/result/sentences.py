@@ -734,7 +734,8 @@ def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
     """
     knobs = (*rival.knobs, *verdict.chosen.knobs)
     same = (rival.devices, rival.batches) == (verdict.chosen.devices, verdict.chosen.batches)
-    if rival.kind != "knobs" or not same or not any(knob in WORKERS for knob in knobs):
+    only_workers = bool(knobs) and all(knob in WORKERS for knob in knobs)
+    if rival.kind != "knobs" or not same or not only_workers:
         return None
     return WORKERS[rival.knobs[0]] if rival.knobs else "as your code has it"
 

@@ -185,6 +185,18 @@ def a_knob_that_makes_no_difference() -> Verdict:
 
 
 @verdict
+def a_knob_that_gains_more_than_loader_workers() -> Verdict:
+    ranking = [standing(with_knob("workers2"), 1100, -1 / 12), standing(SOLO, 1000, -1 / 6)]
+    return judged(result(with_knob("mixed"), 1200), ranking)
+
+
+@verdict
+def loader_workers_that_gain_more_than_a_knob() -> Verdict:
+    ranking = [standing(with_knob("mixed"), 1100, -1 / 12), standing(SOLO, 1000, -1 / 6)]
+    return judged(result(with_knob("workers2"), 1200), ranking)
+
+
+@verdict
 def packs_that_were_still_getting_faster() -> Verdict:
     modes: tuple[PackMode, ...] = ("", "mps")
     packs = tuple(candidate("pack", pack_on(SOLO.layout, 6, mode)) for mode in modes)
