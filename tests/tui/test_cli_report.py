@@ -16,8 +16,8 @@ from evener.balancer.number_format import rate
 from evener.balancer.store.runs import JOURNAL
 from evener.system.files import runs_folder
 from evener.tui.cli.main import run
-from evener.tui.text.page_chart import round_log_ticks, round_ticks
 from evener.tui.text.summaries import layout_text, outcome_text
+from evener.tui.text.ticks import round_log_ticks, round_ticks
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

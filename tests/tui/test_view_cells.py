@@ -27,7 +27,6 @@ from evener.tui.view.cells import (
     wrap,
 )
 from evener.tui.view.charts import (
-    axis_ticks,
     bar,
     graph,
     nice_ceiling,
@@ -126,14 +125,6 @@ def test_a_graph_at_its_top_is_full_and_at_nothing_keeps_a_trace() -> None:
 def test_an_axis_ends_above_its_figure_and_below_three_times_it(number: float) -> None:
     assert number <= nice_ceiling(number) * (1 + 1e-6)
     assert nice_ceiling(number) <= 2.5 * number * (1 + 1e-6)
-
-
-@given(st.floats(1, 1e9), st.integers(2, 8))
-def test_ticks_start_at_nothing_and_stay_on_the_axis(highest: float, most: int) -> None:
-    ticks = axis_ticks(highest, most)
-    assert ticks[0] == 0
-    assert len(ticks) <= most + 1
-    assert ticks[-1] <= highest * (1 + 1e-6)
 
 
 @given(st.floats(0, 1e12))

@@ -248,12 +248,3 @@ def nice_ceiling(number: float) -> float:
     return next(
         step * power for step in (1.0, 2.0, 2.5, 5.0, 10.0) if number <= step * power * (1 + 1e-9)
     )
-
-
-def axis_ticks(highest: float, max_ticks: int) -> list[float]:
-    """Return tick values from 0 to at most `highest`, in steps of a round number.
-
-    There are up to `max_ticks` of them besides 0.
-    """
-    step = nice_ceiling(highest / max(1, max_ticks))
-    return [step * place for place in range(int(highest / step + 1e-9) + 1)]

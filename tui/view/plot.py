@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from ..text.ticks import round_ticks
 from .cells import Line, Mark, Span, Tone, cells, cut, join_spans, pad, span_cells
-from .charts import axis_ticks, nice_ceiling, short, whole
+from .charts import nice_ceiling, short, whole
 
 # bits of a braille character by column and row of the dot, counted from the top left
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -78,7 +79,7 @@ class Axis(NamedTuple):
     def ticks(self, max_ticks: int) -> list[float]:
         """Return round values for ticks on the axis, about `max_ticks` of them."""
         if not self.log2:
-            steps = axis_ticks(self.high - self.low, max_ticks)
+            steps = round_ticks(self.high - self.low, max_ticks)
             return [self.low + step for step in steps]
         first = math.ceil(math.log2(self.low) - 1e-9)
         last = math.floor(math.log2(self.high) + 1e-9)
