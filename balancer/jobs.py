@@ -292,7 +292,8 @@ def check_problem(problem: Problem) -> None:
     for position, size in enumerate(problem.memory_bytes):
         if size is not None and size <= 0:
             raise RequestError(
-                f"Device {position} has {size} bytes of memory.", "Give a size above 0, or none."
+                f"{problem.label(position)} has {size} bytes of memory.",
+                "Give a size above 0, or none.",
             )
     if largest is not None and largest < quantum:
         raise RequestError(

@@ -94,6 +94,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
             hosts=hosts if any(hosts) else (),
             limits=_number_distinct(device.limit.percent for device in devices),
             shards=self.framework == "torch" and not self.simulated,
+            labels=tuple(device.label for device in devices),
         )
 
 

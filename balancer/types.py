@@ -519,6 +519,11 @@ class Problem(msgspec.Struct, frozen=True):
     link: KnownLink | None = None  # between the devices; None: unknown
     gradient_bytes: int = 0  # exchanged in each step; 0: unknown
     parameter_bytes: int = 0  # of the whole model; 0: unknown
+    labels: tuple[str, ...] = ()  # the devices' names in sentences; empty: "device 0" and so on
+
+    def label(self, position: int) -> str:
+        """Return a device's name in sentences, such as "GPU:1"."""
+        return self.labels[position] if self.labels else f"device {position}"
 
 
 class Facts(msgspec.Struct, frozen=True):

@@ -16,9 +16,10 @@ WHY_SOLO = (
 )
 
 
-def explain_probe(probe: Probe, had_split: bool, layout_count: int) -> str:
+def explain_probe(problem: Problem, probe: Probe, had_split: bool, layout_count: int) -> str:
     """Return a sentence for users that says what a probe measures and why.
 
+    - `problem`: the search's input, for the devices' labels.
     - `had_split`: whether a step over several devices was measured before.
     - `layout_count`: the number of layouts in the final comparison.
     """
@@ -37,7 +38,8 @@ def explain_probe(probe: Probe, had_split: bool, layout_count: int) -> str:
             return f"Measures a real step of the model in shards over {devices} devices."
         case Stage.REST:
             why = "it may beat every split" if had_split else "what every split has to beat"
-            return f"Measures device {layout.active[0]} alone while the others are idle: {why}."
+            label = problem.label(layout.active[0])
+            return f"Measures {label} alone while the others are idle: {why}."
         case Stage.PACK:
             return f"Packs {layout.processes} trainings on one device."
         case Stage.KNOBS:
@@ -73,10 +75,12 @@ def explain_no_device(model: MachineModel) -> End:
 
     The detail gives the reason for each device.
     """
-    words = [
-        f"device {i}: {device.lost or f'out of memory at batch {device.memory.smallest_failed}'}"
-        for i, device in enumerate(model.devices)
-    ]
+    words = []
+    for i, device in enumerate(model.devices):
+        label = model.problem.label(i)
+        why = device.lost or f"out of memory at batch {device.memory.smallest_failed}"
+        # a failure usually begins with the labels of its devices
+        words.append(why if label in why else f"{label}: {why}")
     rule = Stop.ALL_LOST if all(device.lost for device in model.devices) else Stop.OUT_OF_MEMORY
     return End(rule, "; ".join(words))
 
@@ -108,8 +112,8 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
             and memory.smallest_failed < 2 * layout.pass_rows[i]
         ):
             return (
-                f"device {i} ran out of memory {memory.failure_count} times, and may hold more "
-                f"rows than it has"
+                f"{model.problem.label(i)} ran out of memory {memory.failure_count} times, and may "
+                f"hold more rows than it has"
             )
     return ""
 

@@ -143,7 +143,7 @@ class Evaluation:
             return "Done."
         probe = self.next_probes[0]
         running = len(self.race.running) if probe.stage == Stage.RACE else 0
-        return explain_probe(probe, bool(self.machine.splits), running)
+        return explain_probe(self.problem, probe, bool(self.machine.splits), running)
 
     # ------------------------------------------------------------------ why it ends
 

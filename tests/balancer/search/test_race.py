@@ -154,17 +154,17 @@ def test_a_fixed_batch_that_nothing_holds_is_the_reason() -> None:
 
 
 def test_devices_that_all_fail_are_the_reason_each_by_name() -> None:
-    search = Search(PAIR.problem())
+    """A failure that names its device already isn't preceded by the name once more."""
+    search = Search(PAIR.problem(labels=("GPU:0", "GPU:3")))
+    died = "a child died", "GPU:3, starting: a child died"
     while probes := search.ask():
         for probe in probes:
             search.tell(
-                Failed(
-                    probe, "exit", f"child {probe.layout.active[0]} died", probe.layout.active, 1.0
-                )
+                Failed(probe, "exit", died[probe.layout.active[0]], probe.layout.active, 1.0)
             )
     assert (
         search.why_stopped()
-        == "Every device failed: device 0: child 0 died; device 1: child 1 died."
+        == "Every device failed: GPU:0: a child died; GPU:3, starting: a child died."
     )
 
 

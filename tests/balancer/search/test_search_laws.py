@@ -210,11 +210,11 @@ def _anything(chance: random.Random, probe: Probe) -> Observation:
 def test_out_of_memory_everywhere_names_each_smallest_failure() -> None:
     """If no batch runs, there is no plan, and the reason names every device."""
     bench = Bench(((1.0, 1.0, 0, 0), (1.0, 1.0, 0, 0)))
-    search, _ = searched(bench, bench.problem())
+    search, _ = searched(bench, bench.problem(labels=("GPU:0", "GPU:3")))
     assert search.best() is None
     why = search.why_stopped() or ""
-    assert "device 0: out of memory at batch 1" in why
-    assert "device 1: out of memory at batch 1" in why
+    assert "GPU:0: out of memory at batch 1" in why
+    assert "GPU:3: out of memory at batch 1" in why
 
 
 def test_identical_devices_get_the_even_split() -> None:
