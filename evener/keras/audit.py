@@ -332,7 +332,8 @@ class StepAudit:
         model, spec = self._model, tf.nest.map_structure(open_rows, rows)
         try:
             plain = self._plain.trace(spec, training=False)
-            steps = StepPair(plain, TracedStep(model, model.test_step, spec))
+            with self._in_small_passes(int(count_rows(rows))):
+                steps = StepPair(plain, TracedStep(model, model.test_step, spec))
         except RequestError:
             raise
         except Exception as error:  # whatever the user's program raises

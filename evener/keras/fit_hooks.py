@@ -60,8 +60,8 @@ class FitHooks:
         micros = split.cut.micros
         # rows of the largest pass; None without passes
         self._pass_rows = largest_pass(split.shares, micros) if micros else None
-        # rows of the largest batch to evaluate in one pass on each device
-        self._evaluated = (
+        # rows of the largest batch that takes one pass on each device
+        self._one_pass = (
             max(len(micros), batch_in_one_pass(split.shares, micros)) if micros else None
         )
         self.times = StepTimes()
@@ -226,13 +226,12 @@ class FitHooks:
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
         """Evaluate as `Model.evaluate` does, with batches divided among devices.
 
-        The default batch size is the split's global batch or, with passes, the largest batch that
-        every device can evaluate in one pass.
+        The default batch size is the split's global batch. See `_evaluated_rows` for an exception.
         """
         call = self._bind("evaluate", arguments, keywords)
         call_arguments = call.arguments
         self.engine.build(call_arguments["x"])
-        size = call_arguments["batch_size"] or self._evaluated or self.split.global_batch
+        size = call_arguments["batch_size"] or self._evaluated_rows(self.split.global_batch)
         if isinstance(call_arguments["x"], tf.data.Dataset):
             call_arguments["x"] = batch_samples(call_arguments["x"], size, _inputs(self.model))
         elif are_arrays(
@@ -366,13 +365,13 @@ class FitHooks:
     def _prepare_validation(self, call_arguments: dict[str, Any], size: int | None) -> None:
         """Batch the validation data in the arguments of `fit`, in place.
 
-        `size` is the default batch size for a split without passes. An argument
-        `validation_batch_size` takes precedence.
+        `size` is the batch size of the training. An argument `validation_batch_size` takes
+        precedence.
         """
         data = call_arguments["validation_data"]
         if data is None:
             return
-        size = call_arguments["validation_batch_size"] or self._evaluated or size or 32
+        size = call_arguments["validation_batch_size"] or self._evaluated_rows(size) or 32
         arrays = isinstance(data, tuple | list)
         call_arguments["validation_batch_size"] = size if arrays else None
         if isinstance(data, tf.data.Dataset):
@@ -383,6 +382,14 @@ class FitHooks:
                 "validation_steps": call_arguments["validation_steps"] or steps,
                 "validation_batch_size": None,
             }
+
+    def _evaluated_rows(self, size: int | None) -> int | None:
+        """Return the default batch size of validations and evaluations: `size`, as in Keras.
+
+        With passes and a test step of the user's class, it is the largest batch that takes one pass
+        on each device, because one device computes such a step on the whole batch.
+        """
+        return (self._one_pass if overrides(self.model, "test_step") else None) or size
 
     def _note_batch(self, rows: int | None) -> None:
         if rows is not None and self._plan_batch not in (None, rows):

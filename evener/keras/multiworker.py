@@ -27,6 +27,7 @@ from ..live.reporter import DeviceTimes, sum_up
 from ..shares.divisions import Cut
 from ..training.passes import PassLimit
 from ..training.retreat import Retreat, print_line
+from .attributes import CallTensors
 from .callbacks import group_callbacks, save_by_renaming
 from .compatibility import (
     check_step,
@@ -38,6 +39,7 @@ from .compatibility import (
 )
 from .data import ArrayBatches, batch_samples
 from .engine import Steps, draw_number
+from .forward_passes import ForwardPasses
 from .group import (
     BatchDigests,
     Group,
@@ -57,6 +59,7 @@ from .keras_step import (
     cut_rows,
     pad_rows,
     scale_loss,
+    split_losses,
     take_rows,
     update_metrics,
 )
@@ -385,7 +388,8 @@ class Workers:
         states = [(state, kind, tf.identity(state)) for state, kind in self._list_shared_states()]
         with tf.GradientTape() as tape, use_global_statistics(model, self.group, own.size):
             outputs = call_model(model, x, True)
-            loss = self._compute_own_loss((x, y, outputs, weight), True, own)
+            losses = list(model.losses)
+            loss = self._compute_own_loss((x, y, outputs, weight), losses, True, own)
             scaled = scale_loss(model, loss.trained)
         gradients = tape.gradient(scaled, list(model.trainable_weights))
         gradients = [drop_filler_slices(gradient, own.size) for gradient in gradients]
@@ -406,10 +410,13 @@ class Workers:
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
         return [(state, kind) for state, kind in every if sums_changes(kind)]
 
-    def _compute_own_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> PartLoss:
+    def _compute_own_loss(
+        self, batch: tuple[Any, ...], losses: list[Any], training: bool, own: OwnRows
+    ) -> PartLoss:
         """Return how much this process's rows contribute to the loss of the whole batch.
 
-        `batch` is (x, y, outputs, weight) of these rows. Every process has to call this.
+        `batch` is (x, y, outputs, weight) of these rows, and `losses` are those that layers added,
+        then the regularizers' losses. Every process has to call this.
         """
         found, part = self.kinds[training], _compute_batch_fraction(own)
         main = weigh_part(found.loss, part)
@@ -418,9 +425,7 @@ class Workers:
                 own.size > 0, tf.float64
             )
             main = tf.math.divide_no_nan(counted, self.group.sum([counted])[0])
-        return compute_loss_contribution(
-            self.model, found, self.model.losses, batch, training, (part, main)
-        )
+        return compute_loss_contribution(self.model, found, losses, batch, training, (part, main))
 
     def _sum_and_update(
         self,
@@ -499,11 +504,28 @@ class Workers:
         own = self.own_rows(data)
         metrics = self._metrics(own, False)
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
-        outputs = call_model(self.model, x, False)
-        loss = self._compute_own_loss((x, y, outputs, weight), False, own).logged
+        outputs, losses = self._evaluate_own_rows(x, own.size)
+        loss = self._compute_own_loss((x, y, outputs, weight), losses, False, own).logged
         sent = metrics.list_own(*_select_own_rows(own, take_rows(outputs, own.size)))
         *summed, loss = self.group.sum([*sent, loss])
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
+
+    def _evaluate_own_rows(self, x: Tensors, size: Any) -> tuple[Tensors, list[Any]]:
+        """Return the outputs of this process's rows, and the losses of layers and regularizers.
+
+        With a plan in passes, the rows are computed in passes.
+        """
+        model, rank = self.model, self.group.rank
+        if not self.cut.in_passes or tf.executing_eagerly():
+            return call_model(model, x, False), list(model.losses)
+        left = CallTensors(model)
+        found = ForwardPasses(model, self.kinds[False], left).run(
+            self.device, 0, x, size, self.cut.passes(rank, size)
+        )
+        assign_updates([(1.0, found.updates)])
+        left.write(found.attributes)
+        _, regularizers = split_losses(model, list(model.losses))
+        return found.outputs, [*found.losses, *regularizers]
 
     def _metrics(
         self, own: OwnRows, training: bool, before: Mapping[int, Any] | None = None

@@ -138,14 +138,19 @@ class StepStates:
         found = []
         for state, begin in starts:
             new = scope.get_current_value(state)
-            if new is begin:
-                continue
-            if id(state) in self._metrics:
-                new = self._counted[id(state)] = tf.where(size > 0, new, begin)
-                found.append(StateUpdate(state, new, CHAINED))
-            else:
-                found.append(self.update(state, new))
+            if new is not begin:
+                found.append(self.chain_update(state, begin, new, size))
         return found
+
+    def chain_update(self, state: Any, begin: Any, new: Any, size: Any) -> StateUpdate:
+        """Return a variable's value after a device, from which metrics go on on the next device.
+
+        `begin` and `new` are the values before and after the device's `size` rows, which may be 0.
+        """
+        if id(state) not in self._metrics:
+            return self.update(state, new)
+        new = self._counted[id(state)] = tf.where(size > 0, new, begin)
+        return StateUpdate(state, new, CHAINED)
 
 
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
@@ -214,13 +219,13 @@ class PassSums(NamedTuple):
     updates: list[StateUpdate]
 
 
-class DevicePasses:
-    """Computes a device's rows in gradient-accumulation passes, as a loop in a TensorFlow graph.
+class PassLoop:
+    """Computes a device's rows in passes, as a loop in a TensorFlow graph.
 
-    - `number`: the device's index.
     - `data`, `size`: the device's rows, and their number.
-    - `rows`: row count of the whole batch.
     - `variables`: the model's `tf.Variable` attributes.
+    - `states`: the rules for combining the variables' values.
+    - `starts`: pairs of a variable and the value from which the device starts.
     """
 
     def __init__(
@@ -228,21 +233,20 @@ class DevicePasses:
         model: Any,
         kinds: PartKinds,
         device: str,
-        number: int,
         data: Tensors,
         size: Any,
-        rows: Any,
         variables: PlainVariables,
+        states: StepStates,
+        starts: Sequence[tuple[Any, Any]],
     ) -> None:
         self.model = model
         self.found = kinds
-        self._variables = variables
         self.device = device
         self._data = data
         self._size = size
-        self._rows = rows
-        self._states = StepStates(model, kinds)
-        self._starts = self._states.starts(number)
+        self._variables = variables
+        self._states = states
+        self._starts = starts
         self._copies = [tf.identity(variable) for variable in model.trainable_variables]
         self._changed: set[int] = set()  # ids of states that a pass updates
         self._reached: list[int] = []  # indices of the trainable weights with a gradient
@@ -289,16 +293,90 @@ class DevicePasses:
                     each.add(before, gradient, slot)
                     for each, before, gradient in zip(kept, sums, gradients, strict=True)
                 ]
-                return after, total + loss, sums, values, arrays
+                total = tf.nest.map_structure(tf.add, total, loss)
+                return after, total, sums, values, arrays
 
         nothing = [each.begin(slots) for each in kept]
-        begin = (first, tf.zeros([], loss.dtype), nothing, values, arrays)
+        zeros = tf.nest.map_structure(lambda each: tf.zeros(each.shape, each.dtype), loss)
+        begin = (first, zeros, nothing, values, arrays)
         _, total, sums, values, arrays = tf.while_loop(is_left, body, begin, parallel_iterations=1)
         joined = keras.tree.pack_sequence_as(outputs, [array.concat() for array in arrays])
         whole = [each.finish(after) for each, after in zip(kept, sums, strict=True)]
         by_place = dict(zip(self._reached, whole, strict=True))
         gradients = [by_place.get(place) for place in range(len(self._copies))]
         return PassSums(joined, total, gradients, self._updates(values))
+
+    def _run_pass(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Run one pass on rows `start` to `stop`.
+
+        `values` are the variables' values after the previous passes. Returns tensors whose rows are
+        joined, tensors that are summed over the passes, the gradients, and the variables' new
+        values. This function is traced once.
+        """
+        raise NotImplementedError
+
+    def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Return pairs of a variable and the value from which the next pass starts.
+
+        `values` are the variables' values after the previous pass.
+        """
+        pairs = zip(self._starts, values, strict=True)
+        return [
+            (state, begin if self._states.restarts_each_pass(state) else value)
+            for (state, begin), value in pairs
+        ]
+
+    def _states_after_pass(
+        self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
+    ) -> list[Any]:
+        """Return the variables' values after one more pass, combined with those of earlier passes.
+
+        The pass has `count` rows from row `start` on. `values` are the values after the earlier
+        passes. `states` are pairs of a variable and the value from which this pass started. `scope`
+        has the values that this pass assigned.
+        """
+        part, after = count / tf.maximum(self._size, 1), []
+        for value, (state, begin) in zip(values, states, strict=True):
+            new = scope.get_current_value(state)
+            if new is not begin:
+                self._changed.add(id(state))
+                value = self._states.after_pass(state, value, begin, new, part, start == 0)
+            after.append(value)
+        return after
+
+    def _updates(self, values: Sequence[Any]) -> list[StateUpdate]:
+        pairs = zip(self._starts, values, strict=True)
+        return [
+            self._states.update(state, value)
+            for (state, _), value in pairs
+            if id(state) in self._changed
+        ]
+
+
+class DevicePasses(PassLoop):
+    """Computes a device's rows in gradient-accumulation passes.
+
+    - `number`: the device's index.
+    - `data`, `size`: the device's rows, and their number.
+    - `rows`: row count of the whole batch.
+    - `variables`: the model's `tf.Variable` attributes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kinds: PartKinds,
+        device: str,
+        number: int,
+        data: Tensors,
+        size: Any,
+        rows: Any,
+        variables: PlainVariables,
+    ) -> None:
+        states = StepStates(model, kinds)
+        starts = states.starts(number)
+        super().__init__(model, kinds, device, data, size, variables, states, starts)
+        self._rows = rows
 
     def _run_pass(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
         """Run one pass on rows `start` to `stop`, forward and backward.
@@ -340,40 +418,3 @@ class DevicePasses:
                 reached,
                 self._states_after_pass(start, count, values, states, scope),
             )
-
-    def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return pairs of a variable and the value from which the next pass starts.
-
-        `values` are the variables' values after the previous pass.
-        """
-        pairs = zip(self._starts, values, strict=True)
-        return [
-            (state, begin if self._states.restarts_each_pass(state) else value)
-            for (state, begin), value in pairs
-        ]
-
-    def _states_after_pass(
-        self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
-    ) -> list[Any]:
-        """Return the variables' values after one more pass, combined with those of earlier passes.
-
-        The pass has `count` rows from row `start` on. `values` are the values after the earlier
-        passes. `states` are pairs of a variable and the value from which this pass started. `scope`
-        has the values that this pass assigned.
-        """
-        part, after = count / tf.maximum(self._size, 1), []
-        for value, (state, begin) in zip(values, states, strict=True):
-            new = scope.get_current_value(state)
-            if new is not begin:
-                self._changed.add(id(state))
-                value = self._states.after_pass(state, value, begin, new, part, start == 0)
-            after.append(value)
-        return after
-
-    def _updates(self, values: Sequence[Any]) -> list[StateUpdate]:
-        pairs = zip(self._starts, values, strict=True)
-        return [
-            self._states.update(state, value)
-            for (state, _), value in pairs
-            if id(state) in self._changed
-        ]

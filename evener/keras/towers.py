@@ -23,6 +23,7 @@ from .attributes import CallTensors, Leaves, PlainVariables, join_tensors
 from .compatibility import check_step, check_towers
 from .data import AssignedArrays, cut_pieces, pad_steps
 from .engine import OneProcess
+from .forward_passes import ForwardPasses
 from .keras_step import (
     Tensors,
     apply_gradients,
@@ -193,6 +194,8 @@ class Towers(OneProcess):
     ) -> list[Tower]:
         if not self.model.built:
             self.model(pieces[0][0], training=False)
+        if self.cut.in_passes and not training and not tf.executing_eagerly():
+            return self._evaluate_in_passes(pieces, rows, left)
         towers: list[Tower] = []
         states = StepStates(self.model, self.kinds[training])
         variables = PlainVariables(self.model)
@@ -204,6 +207,24 @@ class Towers(OneProcess):
                 starts = states.starts(number, resets_metrics=False)
                 tower = self._run_on_device(part, size, rows, training, states, starts)
                 towers.append(tower._replace(attributes=left.collect()))
+        with tf.device(self.devices[0]):
+            assign_updates([(tower.part, tower.updates) for tower in towers])
+        return towers
+
+    def _evaluate_in_passes(
+        self, pieces: list[tuple[Tensors, Any]], rows: Any, left: CallTensors
+    ) -> list[Tower]:
+        """Run the model forward on the rows of each device, in passes of the plan's rows."""
+        forward = ForwardPasses(self.model, self.kinds[False], left)
+        towers = []
+        for number, (device, (part, size)) in enumerate(zip(self.devices, pieces, strict=True)):
+            found = forward.run(device, number, part, size, self.cut.passes(number, size))
+            with tf.device(device):
+                outputs = take_rows(found.outputs, size)
+                share = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
+            towers.append(
+                Tower(outputs, found.losses, found.updates, [], None, size, share, found.attributes)
+            )
         with tf.device(self.devices[0]):
             assign_updates([(tower.part, tower.updates) for tower in towers])
         return towers
