@@ -281,10 +281,10 @@ def plan_rivals(
     # the plan's own shares in other passes aren't another way to divide the batch
     own = plan.layout.batches
     evens = [each for each in found.get("equal_shares", []) if each.layout.batches != own]
-    splits = found.get("other_shares", [])
     if plan.layout.traits.alone:
-        # a split whose gain is too uncertain to compare comes last, as in the verdict
-        split = max([*evens, *splits], key=_rank_split, default=None)
+        # the one that the verdict names: the best of the final comparison whose gain is known
+        splits = [one for one in plan.evidence if one in evens or one.kind == "other_shares"]
+        split = max(splits, key=lambda one: one.gain is not None, default=None)
     else:
         split = evens[0] if evens else None
     single = find_single(plan)
@@ -296,10 +296,6 @@ def plan_rivals(
         *(_plan_rival(plan, each, labels) for each in shown),
         *_make_sum_row([throughput_interval(each.throughput) for each in solos.values()]),
     )
-
-
-def _rank_split(evidence: Evidence) -> tuple[bool, float]:
-    return evidence.gain is not None, _speed(evidence)
 
 
 def find_single(plan: Plan) -> Evidence | None:

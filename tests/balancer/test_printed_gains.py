@@ -50,6 +50,9 @@ def test_a_recorded_run_s_text_holds_no_contradiction(path: Path) -> None:
 @example(2223)  # of two equal devices, one is faster at a small batch, and neither in the table
 @example(806579)  # three batches of one device raced, and the fastest of them isn't the first
 @example(10000582)  # equal shares are faster, and so uncertain that they just aren't compared
+@example(10005225)  # a device ties with another batch than the one with a gain
+@example(10008322)  # one device is the plan, and the best split isn't the fastest
+@example(10008371)  # two splits have the same shares, on different devices
 @example(132305779)  # of two equal devices, the final comparison measured one as slower than before
 def test_the_text_of_drawn_searches_holds_no_contradiction(seed: int) -> None:
     """Searches are drawn with random devices, noise, fixed and free batches, and budgets that run

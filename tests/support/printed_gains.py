@@ -435,10 +435,18 @@ def _ending_faults(printed: Printed) -> Iterator[str]:
         shares = batches.partition(" on ")[0]
         layout = f"{layout[:1].lower()}{layout[1:]}" if ":" not in layout else layout
         for over in surely:
+            if over == layout and _has_other_batches(printed, over, shares):
+                continue
             if over in (layout, f"{layout} ({shares})", f"the {layout} ({shares})"):
                 yield f"a tie, and a gain over {over}: {name} | {printed.headline}"
     if "Nothing left to measure is expected to gain" in text and NO_TIME.search(text):
         yield f"nothing is left to measure, and there was no time: {NO_TIME.findall(text)}"
+
+
+def _has_other_batches(printed: Printed, name: str, shares: str) -> bool:
+    """Return whether the line of this name is about other shares, such as another batch."""
+    named = [one for one in printed.rivals if _is(one, name)]
+    return bool(named) and all(one.where != shares.replace(" ", "") for one in named)
 
 
 def _split_faults(printed: Printed) -> Iterator[str]:
@@ -451,7 +459,12 @@ def _split_faults(printed: Printed) -> Iterator[str]:
             yield from _differs(true, said, found["less"], line)
         idle = WITH_IDLE.search(line)
         ties = TIE.finditer(printed.headline)
-        tied = idle is not None and any(f"({idle['batches']}" in tie["tie"] for tie in ties)
+        # another device's split may have the same shares
+        named = [one for tie in ties for one in printed.rivals if _is(one, tie["tie"])]
+        tied = idle is not None and any(
+            _write(one) in line and one.where == idle["batches"].partition(" =")[0].replace(" ", "")
+            for one in named
+        )
         if tied and "too close to call" not in line:
             yield f"a tie in the headline, and a loss here: {line}"
         of_sum = OF_SUM.search(line)
