@@ -182,6 +182,7 @@ class Probe(msgspec.Struct, frozen=True):
 Doubt = Literal[  # in the order in which they are reported
     "not_finite",
     "ran_out",  # of a plan: its layout also ran out of memory
+    "short_of_memory",  # an allocator had to free cached memory in most steps
     "disturbed",
     "throttled",
     "capped",
@@ -310,6 +311,16 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     def is_single_step(self) -> bool:
         """Whether the probe timed only a single step, so that its error can't be measured."""
         return self.steps == 1
+
+    def is_short_of_memory(self, position: int | None = None) -> bool:
+        """Whether a device's allocator had to free cached memory in most steps.
+
+        `position` is the device; None means any device.
+        """
+        return any(
+            warning.code == "short_of_memory" and position in (None, warning.device)
+            for warning in self.warnings
+        )
 
     def was_throttled(self, position: int = -1) -> bool:
         """Return whether the device at `position` was throttled during the probe.

@@ -179,6 +179,13 @@ class Workload(ABC):
         """Return each device's peak memory since `prepare`, in bytes; None where unknown."""
         return self.memory.read()
 
+    def count_memory_retries(self) -> int:
+        """Return how often the allocator of a GPU had to free cached memory to fulfil a request.
+
+        Each time counts, since the process began. The result is 0 where that is unknown.
+        """
+        return 0
+
     def release_memory(self) -> tuple[int | None, ...]:
         """Free cached memory, and return the bytes that remain reserved on each device.
 

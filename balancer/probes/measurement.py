@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
@@ -39,6 +40,8 @@ _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # seconds between two reports on one probe
 BLOCK_SLACK = 20.0  # a block's time limit, relative to its expected seconds
 CLOSER_SHARE = 0.2  # fraction of a probe's seconds in which the limits of its step are measured
+# number of times per step that an allocator frees cached memory, from which on a warning is given
+SHORT_OF_MEMORY = 0.5
 CHUNKS = 8  # chunks per block of a pack; each training checks the clock after a chunk
 PACK_STEPS = 4  # steps of each training in a block, because trainings don't end together
 # seconds of the longest block of a pack, which may then have fewer steps
@@ -148,6 +151,9 @@ class Measurement:
             int | None
         ] = ()  # the peak of each rank or device of the group
         self._not_finite: tuple[MeasurementDoubt, ...] = ()
+        # how often each rank's allocator had to free cached memory, and the number of those steps
+        self._memory_retries: Counter[int] = Counter()
+        self._steps_with_retries = 0
         self._closer = measure_limits
         self._kept: KeptBatch | None = None
         self._enqueued_seconds: float | None = None
@@ -193,7 +199,7 @@ class Measurement:
             device_seconds=self._by_position(timing.own_seconds),
             first_step_seconds=first,
             elapsed_seconds=time.monotonic() - started,
-            warnings=(*timing.warnings, *self._not_finite),
+            warnings=(*timing.warnings, *self._not_finite, *self._find_short_memory()),
             start_seconds=start_seconds,
             import_seconds=min(self._group.import_seconds, start_seconds),
             short_bytes=short_bytes,
@@ -334,6 +340,19 @@ class Measurement:
         step, rank = min(found)
         return (MeasurementDoubt("not_finite", float(step), self._ranks.positions[rank]),)
 
+    def _find_short_memory(self) -> tuple[MeasurementDoubt, ...]:
+        """Return a warning for the rank whose allocator had to free cached memory most often.
+
+        Empty if that happened in less than half of the steps.
+        """
+        if not self._memory_retries:
+            return ()
+        rank, count = self._memory_retries.most_common(1)[0]
+        per_step = count / self._steps_with_retries
+        if per_step < SHORT_OF_MEMORY:
+            return ()
+        return (MeasurementDoubt("short_of_memory", per_step, self._ranks.positions[rank]),)
+
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
         """Return the command that runs the steps of the next block.
 
@@ -355,6 +374,10 @@ class Measurement:
         replies = self._scale_to_mean_tokens(replies)
         wall_seconds = max(reply.wall_seconds for reply in replies)
         self._memory_bytes = tuple(size for reply in replies for size in reply.memory_bytes)
+        self._memory_retries.update(
+            {rank: reply.memory_retries for rank, reply in enumerate(replies)}
+        )
+        self._steps_with_retries += replies[0].steps
         parts = tuple(self._describe_parts(reply) for reply in replies)
         if len(self._ranks.unique_positions) == 1:
             share = self._cpu_share(replies[0])

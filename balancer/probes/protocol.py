@@ -156,6 +156,8 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     # kernel
     starved_seconds: Seconds | None = None
     taken_by: str = ""  # names of the programs that used the cores meanwhile
+    # how often a GPU's allocator had to free cached memory to fulfil a request
+    memory_retries: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):

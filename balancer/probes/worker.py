@@ -243,6 +243,7 @@ class Worker:
         spun, steps, before = 0.0, 0, workload.work()
         workload.read_waits()  # discard the waits of steps before this block
         workload.read_phases()
+        retries = workload.count_memory_retries()
         self._cores.read()
         cpu, started = time.process_time(), time.perf_counter()
         while not steps or time.perf_counter() - started < command.seconds:
@@ -270,6 +271,7 @@ class Worker:
             update_seconds=phases.update_seconds,
             starved_seconds=starved.starved_s if self._cores.known else None,
             taken_by=self._name_competitors(starved),
+            memory_retries=max(0, workload.count_memory_retries() - retries),
         )
 
     def _name_competitors(self, starved: Starvation) -> str:

@@ -1081,6 +1081,11 @@ def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --bu
             f"This layout also ran out of memory, in {value:.0f} of its measurements, and so may a "
             f"training: free memory, or measure again with {longer}."
         ),
+        "short_of_memory": (
+            f"Memory is nearly full: PyTorch's allocator had to free its cache {value:.1f} times a "
+            f"step, which takes time, and a training may run out of memory. Leave more of it free, "
+            f"as by a lower limit (--devices gpu:0@10GiB) or fewer rows (--max-global-batch)."
+        ),
         "disturbed": (
             f"Other work took CPU time in {percent(value)} of the blocks of steps{taken}; stop it "
             f"and measure again."

@@ -349,7 +349,8 @@ class Evaluation:
         """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
-        ran = [training for training in trainings if self.policy.is_sensible(training.probe.layout)]
+        with_room = _without_short_memory(trainings)
+        ran = [training for training in with_room if self.policy.is_sensible(training.probe.layout)]
         layouts = [one.probe.layout for one in self._seen.still_fit(ran) or ran]
         turns = {layout: self._turns(layout) for layout in layouts}
         return {
@@ -535,3 +536,15 @@ class Evaluation:
 def _is_indistinguishable(layout: Layout, others: dict[Layout, Candidate]) -> bool:
     """Whether a measurement can't show a difference between the layout and one of the others."""
     return any(same_measurement(layout, each) for each in others)
+
+
+def _without_short_memory(trainings: Sequence[Timed]) -> Sequence[Timed]:
+    """Leave out measurements in shards in which memory was nearly full, if others in shards remain.
+
+    A pass of a model in shards can't be repeated when memory runs out, so that ends a training.
+    """
+    sharded = [one for one in trainings if one.probe.layout.traits.sharded]
+    short = {one.probe.layout for one in sharded if one.is_short_of_memory()}
+    if all(one.probe.layout in short for one in sharded):
+        return trainings
+    return [one for one in trainings if one.probe.layout not in short]

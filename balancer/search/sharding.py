@@ -277,7 +277,7 @@ class Sharding:
         return self._make_whole_step(planned, budget)
 
     def _smaller_whole_step(self, budget: Budget) -> Probe | None:
-        """Return a step over all devices with fewer rows, after one ran out of memory, or None.
+        """Return a step over all devices with fewer rows, after one was short of memory, or None.
 
         It is used only if measuring single devices again would take long, because their processes
         have ended.
@@ -285,7 +285,8 @@ class Sharding:
         if not budget.is_expensive(budget.starts.longest_single_start):
             return None
         division = self._division
-        whole = [one for one in self._never_out_of_memory(self._seen) if one.probe.layout.state]
+        ran = self._never_out_of_memory(self._seen)
+        whole = [one for one in ran if one.probe.layout.state and not one.is_short_of_memory()]
         if not self.parts or not any(self._failures) or whole:
             return None
         smaller = division and propose(division, self._row_demands, self._problem)
@@ -441,13 +442,20 @@ class Sharding:
 
     @property
     def _failures(self) -> list[int]:
-        """How often each device ran out of memory in a step over several devices."""
+        """How often each device ran out of memory in a step over several devices, or nearly so."""
         counts = [0] * self._problem.devices
         for one in self._seen:
-            if isinstance(one, OutOfMemory) and one.probe.layout.traits.together:
+            layout = one.probe.layout
+            if not layout.traits.together:
+                continue
+            full: Sequence[int] = ()
+            if isinstance(one, OutOfMemory):
                 # if the devices aren't known, it counts for all that took part
-                for position in one.devices or one.probe.layout.active:
-                    counts[position] += 1
+                full = one.devices or layout.active
+            elif isinstance(one, Timed):
+                full = [i for i in layout.active if one.is_short_of_memory(i)]
+            for position in full:
+                counts[position] += 1
         return counts
 
     @property

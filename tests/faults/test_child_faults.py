@@ -419,6 +419,32 @@ def test_nothing_can_be_read_from_standard_input(
     assert "EOFError" in seen.detail
 
 
+RETRIES = """
+import synthetic_workload
+made = synthetic_workload.Synthetic
+steps, own = [0], made.step
+def step(self):
+    steps[0] += 1
+    return own(self)
+made.step = step
+made.count_memory_retries = lambda self: int({} * steps[0])
+"""
+
+
+@pytest.mark.parametrize(("a_step", "is_named"), [(1.5, True), (0.2, False)])
+def test_an_allocator_that_frees_its_cache_in_most_steps_is_a_warning(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, a_step: float, is_named: bool
+) -> None:
+    site(monkeypatch, tmp_path, RETRIES.format(a_step))
+    (seen,) = observe(make(), solo(2, 1, 8))
+    assert isinstance(seen, Timed)
+    found = [each for each in seen.warnings if each.code == "short_of_memory"]
+    assert [each.device for each in found] == [1] * is_named
+    assert not is_named or found[0].value == pytest.approx(a_step, rel=0.1)
+    assert seen.is_short_of_memory(1) == is_named
+    assert not seen.is_short_of_memory(0)
+
+
 def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
     """Run `code` in every server before evener's own code."""
     (tmp_path / "sitecustomize.py").write_text(code)

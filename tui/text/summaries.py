@@ -63,6 +63,7 @@ DOUBTS = {  # warnings about a measurement, printed after its samples/s
     "noisy": "steps vary a lot",
     "few_steps": "single steps",
     "ran_out": "ran out of memory once",
+    "short_of_memory": "memory nearly full",
     "too_short": "timed too briefly",
     "throttled": "steps held back",
     "capped": "at the power limit",

@@ -383,6 +383,11 @@ class TorchWorkload(Workload, StepListener):
         members = range(self.setup.world)
         return LinkSpeed(*measure_sums(dist.group.WORLD, self.setup.rank, members, self.device))
 
+    def count_memory_retries(self) -> int:
+        """Return how often PyTorch's allocator freed its cache to fulfil a request; 0 on a CPU."""
+        memory = self.memory
+        return memory.count_retries() if isinstance(memory, GpuMemory) else 0
+
     def time_on_device(self) -> float | None:
         """Return the seconds that the GPU needs for a step whose kernels are enqueued beforehand.
 
@@ -529,6 +534,11 @@ class GpuMemory(MemoryMeter):
     def read(self) -> tuple[int | None, ...]:
         """Return each GPU's peak memory in bytes since the last reset."""
         return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._gpus)
+
+    def count_retries(self) -> int:
+        """Return how often PyTorch's allocator freed cached memory to fulfil a request."""
+        stats = (torch.cuda.memory_stats(device) for device in self._gpus)
+        return sum(int(each.get("num_alloc_retries", 0)) for each in stats)
 
     def used_bytes(self) -> int:
         """Return the bytes that are allocated now, as a sum over all GPUs."""

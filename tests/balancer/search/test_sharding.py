@@ -32,6 +32,7 @@ from evener.balancer.session import Session
 from evener.balancer.types import (
     MEASURED_PART,
     Layout,
+    MeasurementDoubt,
     ModelState,
     Observation,
     OutOfMemory,
@@ -560,6 +561,41 @@ def run_whole(probe: Probe) -> Timed:
     step = 0.5 + 0.01 * layout.global_batch
     times = (step, 0.98 * step, 1.02 * step, 5)
     return Timed(probe, *times, memory, (None, None), 1.0, 7 * step)
+
+
+def test_a_step_whose_memory_was_nearly_full_is_followed_by_a_smaller_one() -> None:
+    """Memory may run out in a training by it, so a layout with more free memory is chosen."""
+    search = Search(msgspec.structs.replace(LLAMA_IN_90_S, budget_seconds=200.0))
+    for position in range(2):
+        layout = Layout("solo", tuple(int(i == position) for i in range(2)))
+        search.tell(OutOfMemory(Probe(layout, Stage.SOLO, 3.0), (position,), "", 1.0))
+    for seen in STARTED:
+        search.tell(seen)
+    sharding = search.evaluation.sharding
+    assert sharding is not None
+    state = sharding.parts or ()
+    probe = Probe(Layout("shard", (10, 6), state=state), Stage.SHARD, 0.2, 3)
+    full = Timed(
+        probe,
+        *(0.2, 0.199, 0.201, 9),
+        (23 * GIB, 8 * GIB - (64 << 20)),
+        *((0.1, 0.1), 0.2, 10.0),
+        (MeasurementDoubt("short_of_memory", 1.5, 1),),
+    )
+    search.tell(full)
+    best = search.best()
+    assert best is not None
+    assert best.layout == probe.layout, "there is no other plan yet"
+    (smaller,) = search.ask()
+    assert smaller.stage == Stage.SHARD
+    assert smaller.layout.state[1] < state[1]
+    ran = msgspec.structs.replace(
+        full, probe=smaller, warnings=(), step_seconds=0.3, low_seconds=0.299, high_seconds=0.301
+    )
+    search.tell(ran)
+    best = search.best()
+    assert best is not None
+    assert best.layout == smaller.layout
 
 
 @given(st.floats(64e6, 1e12), st.integers(-4, 4))
