@@ -284,7 +284,13 @@ def plan_rivals(
     if plan.layout.traits.alone:
         # the one that the verdict names: the best of the final comparison whose gain is known
         splits = [one for one in plan.evidence if one in evens or one.kind == "other_shares"]
-        split = max(splits, key=lambda one: one.gain is not None, default=None)
+        # plans of older versions have no gains, so the fastest split is the best that is known
+        with_gains = any(one.gain is not None for one in plan.evidence)
+        split = max(
+            splits,
+            key=lambda one: float(one.gain is not None) if with_gains else _speed(one),
+            default=None,
+        )
     else:
         split = evens[0] if evens else None
     single = find_single(plan)
