@@ -8,7 +8,8 @@ time, and the memory that it needs in addition to the state. Then the rows with 
 samples/s are chosen, and the state is divided so that it fills the memory that these rows leave
 free. From then on, this division stays the same. The best rows are searched for as in training
 without shards, within the memory that is left. Measurements of steps over all devices show how much
-time gathering takes.
+time gathering takes. If processes start slowly, these steps come sooner, and larger ones follow
+from the group of processes that runs already.
 
 A slow or small device may hold a part of the state and compute no rows, if its rows would only keep
 the others waiting. The best such layout is measured too if it should be faster.
