@@ -137,9 +137,7 @@ def build_commands(
             input=cast(Input, request.input),
             placement=group_key.placement if group_key.traits.placed else "",
             loader_workers=find_workers(group_key.knobs),
-            state=(group_key.state or _make_solo_parts(len(group_key.shares)))
-            if group_key.traits.sharded
-            else (),
+            state=_list_parts(group_key),
         )
         commands.append(
             Build(
@@ -155,6 +153,15 @@ def build_commands(
             )
         )
     return commands
+
+
+def _list_parts(group_key: Layout) -> tuple[float, ...]:
+    """Return the part of the model's state of each rank; empty without shards."""
+    if not group_key.traits.sharded:
+        return ()
+    if not group_key.state:
+        return _make_solo_parts(len(group_key.shares))
+    return tuple(group_key.state[i] for i in group_key.active)
 
 
 def _make_solo_parts(devices: int) -> tuple[float, ...]:

@@ -18,7 +18,7 @@ from ..journal import Header, JournalContents
 from ..number_format import count_samples, join_words, size, write_share
 from ..request import allows_passes
 from ..search.observations import SHARDED
-from ..search.sharding import Sharding
+from ..search.subset import search_shards
 from ..types import (
     HOST_MEMORY,
     MEASURED_PART,
@@ -191,7 +191,7 @@ def _may_fit_in_shards(record: JournalContents) -> bool:
     if state is None or any(one.probe.layout.traits.together for one in tried):
         return False
     problem = msgspec.structs.replace(record.header.job.problem, shards=True, state=state)
-    return bool(Sharding(problem, tried).parts)
+    return bool(search_shards(problem, tried).parts)
 
 
 def _write_smallest_steps(

@@ -39,6 +39,7 @@ from .ranking import RankedLayout, center, choose_winner, throughput, widen
 from .report import SearchReport
 from .rows import RowPolicy
 from .sharding import Sharding
+from .subset import ShardingOfSome, search_shards
 from .text_model import TextModel
 from .texts import TextPolicy
 from .time_left import FEWEST_STEPS, TimeLeft
@@ -129,10 +130,10 @@ class Evaluation:
 
     def belief(self) -> Belief:
         """Return the predicted step times and what is measured next, for display."""
-        policy = self.by_rows
+        curves_of: RowPolicy | Sharding | ShardingOfSome = self.by_rows
         if self.sharding is not None and not self.model.live:
-            policy = self.sharding.policy
-        curves = tuple(policy.predicted_curve(i) for i in range(self.problem.devices))
+            curves_of = self.sharding
+        curves = tuple(curves_of.predicted_curve(i) for i in range(self.problem.devices))
         return Belief(curves, self._explain_next())
 
     def _explain_next(self) -> str:
@@ -243,7 +244,7 @@ class Evaluation:
         return Budget(self.problem, self.options, self._seen, self.machine)
 
     @cached_property
-    def sharding(self) -> Sharding | None:
+    def sharding(self) -> Sharding | ShardingOfSome | None:
         """The search for sharded layouts; None if they are impossible or not needed.
 
         They are needed if the user requested them, or if a device can't hold the whole model.
@@ -258,7 +259,7 @@ class Evaluation:
             others = self._seen.spent_seconds(*set(STAGES) - set(SHARDED))
             left = max(0.0, problem.budget_seconds - others)
             problem = msgspec.structs.replace(problem, budget_seconds=left)
-        return Sharding(problem, [*self._seen.sharded, *self._seen.sharded_failures()])
+        return search_shards(problem, [*self._seen.sharded, *self._seen.sharded_failures()])
 
     def _lacks_memory(self) -> bool:
         """Whether a device can't hold the model although no other process uses its memory."""

@@ -37,6 +37,7 @@ from ..types import (
     ModelState,
     Observation,
     OutOfMemory,
+    PredictedCurve,
     Probe,
     Problem,
     Stage,
@@ -384,6 +385,10 @@ class Sharding:
         if _has_devices_without_rows(layout):
             return NO_CURVE * len(layout.shares)
         return self.policy.curves(layout_of(layout.shares, layout.micro))
+
+    def predicted_curve(self, position: int) -> PredictedCurve:
+        """Return the predicted step times of a device, as points to plot."""
+        return self.policy.predicted_curve(position)
 
     # ------------------------------------------------------------------ parts of the state
 

@@ -747,3 +747,39 @@ def test_rows_that_ran_beside_a_small_part_do_not_surely_fit_beside_a_larger_one
     held = (parts[0] - MEASURED_PART) * 16.4 * GIB
     if held + 9.0 * GIB > 24 * GIB:  # ten rows took 9 GiB
         assert surely < 10
+
+
+SMALL_TABLE = """
+[[device]]
+name = "card of {0} GiB"
+memory_mib = {1}
+memory_base_mib = 17450
+memory_per_sample_mib = 640
+curve = [[1, 88.0], [12, 96.0], [48, 250.0]]
+noise = 0.01
+"""
+
+
+@pytest.mark.parametrize("small", [0, 1, 2])
+def test_a_card_without_memory_for_a_row_is_left_out_of_shards(
+    own_folder: Path, small: int
+) -> None:
+    """The others hold the model. Its position doesn't matter."""
+    sizes = [16, 12]
+    sizes.insert(small, 1)
+    tables = [SMALL_TABLE.format(size, size * 1024) for size in sizes]
+    path = own_folder / "cards.toml"
+    path.write_text(LLAMA_SHARDS.format(0) + "".join(tables))
+    request = Request(devices=f"sim:{path}", max_global_batch=64, budget_seconds=120.0)
+    session = Session(open_run(request))
+    plan = next(event.plan for event in session.events() if isinstance(event, Finished))
+    session.close()
+    assert plan is not None
+    shares = plan.layout.share
+    assert plan.layout.kind == "shard"
+    assert [bool(share.state) for share in shares] == [size > 1 for size in sizes]
+    assert [share.batch > 0 for share in shares] == [size > 1 for size in sizes]
+    assert sum(share.state for share in shares) == pytest.approx(1.0)
+    large = [share for share in shares if share.state]
+    assert large[0].state > large[1].state, "16 GiB hold more than 12"
+    assert all(share.curve for share in large)
