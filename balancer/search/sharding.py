@@ -340,16 +340,22 @@ class Sharding:
         if division is None or problem.global_batch is not None:
             return None
         largest = max(self._ran_whole, key=lambda one: one.probe.layout.global_batch)
-        before = largest.probe.layout.shares
-        rows = [self._most_rows_beside(i, largest, division) for i in range(problem.devices)]
-        most = problem.max_global_batch or UNBOUNDED
-        shares = tuple(own // problem.multiple_of * problem.multiple_of for own in rows)
-        layout = layout_of(shares)
-        tried = [one.probe.layout.shares for one in self._seen if one.probe.layout.state]
-        if sum(shares) <= sum(before) or sum(shares) > most or shares in tried:
+        if largest.probe.layout.micro:
             return None
-        more = self._communication_seconds(largest)
-        seconds = expect_seconds(layout, self._row_demands) + more
+        before = largest.probe.layout.shares
+        left = (problem.max_global_batch or UNBOUNDED) - sum(before)
+        shares = []
+        for position, rows in enumerate(before):
+            most = self._most_rows_beside(position, largest, division)
+            more = min(left, most - rows) // problem.multiple_of * problem.multiple_of
+            left -= more
+            shares.append(rows + more)
+        layout = layout_of(tuple(shares))
+        tried = [one.probe.layout.shares for one in self._seen if one.probe.layout.state]
+        if sum(shares) <= sum(before) or layout.shares in tried:
+            return None
+        communication = self._communication_seconds(largest)
+        seconds = expect_seconds(layout, self._row_demands) + communication
         if not budget.affords(layout, Stage.RACE, seconds):
             return None
         return Probe(
