@@ -34,7 +34,7 @@ def test_a_thread_that_works_is_waited_for_until_it_sleeps() -> None:
     assert wait_until_asleep("evener_works", 60)
     wakes.set()
     thread.join(60)
-    assert wait_until_asleep("evener_works", 0.0)
+    assert wait_until_asleep("evener_works", 10), "the kernel may list it for a moment"
 
 
 def test_no_thread_of_a_name_is_no_wait() -> None:
