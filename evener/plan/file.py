@@ -246,6 +246,7 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
         ) from None
     plan = _add_missing_kinds(with_current_schema(plan))
     _check_numbers(plan, source)
+    _check_finite(data, source)
     return plan
 
 
@@ -373,6 +374,19 @@ def _check_whole_numbers(data: Any, where: str) -> None:
     if isinstance(data, list):
         for position, value in enumerate(data):
             _check_whole_numbers(value, f"{where}[{position}]")
+
+
+def _check_finite(data: Any, where: str) -> None:
+    """Raise PlanError if the data contain infinity or NaN."""
+    # TOML has such numbers and JSON doesn't, so a plan would differ by its format
+    if isinstance(data, float) and not math.isfinite(data):
+        raise PlanError(f"{where} is {data}, not a finite number.", "Correct that key.")
+    if isinstance(data, dict):
+        for key, value in data.items():
+            _check_finite(value, f"{where}.{key}")
+    if isinstance(data, list):
+        for position, value in enumerate(data):
+            _check_finite(value, f"{where}[{position}]")
 
 
 def _check_numbers(plan: Plan, source: str) -> None:

@@ -325,6 +325,15 @@ def test_parts_of_state_that_are_no_whole_are_named(
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("value", [b"inf", b"-inf", b"nan"])
+def test_no_number_of_a_plan_is_infinite(value: bytes) -> None:
+    """TOML has such numbers, and JSON doesn't: a plan would differ by its format."""
+    text = to_toml(example()).replace(b"high = 101.0", b"high = 101.0\nactive_watts = " + value)
+    assert value in text
+    with pytest.raises(PlanError, match="active_watts"):
+        parse_plan(text)
+
+
 def test_a_device_may_hold_state_without_rows() -> None:
     """A device without rows takes part in training and holds state."""
     third = b'\n[[layout.share]]\ndevice = "cpu-2-of-3"\nbatch = 0\nstate = 0.5\n'
