@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -224,7 +225,7 @@ def prove(_: int, engine: str) -> dict[str, Any]:
     split = Split(make_plan(6, 2, micros=(MICRO, MICRO)))
     found: dict[str, Any] = {}
     for name, (make, run) in CASES.items():
-        one, many = seeded(make), seeded(lambda make=make: split.build(make))
+        one, many = seeded(make), seeded(partial(split.build, make))
         values = run(many)
         found[name] = {"values": values, "apart": difference(run(one), values)}
         if make is watched:
