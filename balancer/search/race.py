@@ -24,17 +24,23 @@ from ..families import family_of
 from ..statistics import relative_half_width
 from ..types import Failed, Layout, Probe, Result, Stage, Timed
 from .budget import BASE_SECONDS, Budget
-from .layouts import Candidate
+from .layouts import BALANCE, Candidate
 from .machine_model import MachineModel
 from .observations import FIRST_TURN, MOST_TURNS, Turns
 from .offers import Offers
-from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, RankedLayout, rank, throughput, undecided
+from .ranking import (
+    ENOUGH_TURNS,
+    FAR_SLOWER,
+    LEAST_RATE,
+    ROUGH,
+    RankedLayout,
+    rank,
+    throughput,
+    undecided,
+)
 
 # fewer steps say little about their noise; if a probe has more, turns differ for other reasons
 FEW_STEPS = 24
-# fraction of the fastest layout's samples/s; a layout below it isn't measured again if its
-# processes start slowly
-FAR_SLOWER = 0.5
 
 
 class Race:
@@ -81,11 +87,14 @@ class Race:
         return tuple(one for one in whole if not self._is_hopeless(one, whole))
 
     def _is_hopeless(self, candidate: Candidate, others: Sequence[Candidate]) -> bool:
-        """Whether a layout is far slower than another one, and its processes start slowly.
+        """Whether a layout is predicted to be far slower than another, and starts slowly.
 
-        True only for layouts that were measured before this comparison, while other devices ran.
+        Always False for a layout that was measured already, and if the user asked for certain
+        layouts, as `evener compare` does: those are all measured.
         """
         layout = candidate.layout
+        if self.options.families != BALANCE.families:
+            return False
         if not candidate.synchronous or self._seen.turns(layout):
             return False
         if not self._budget.is_expensive(self._budget.starts.seconds(layout)):

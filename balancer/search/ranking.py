@@ -36,6 +36,9 @@ LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whate
 # fraction of an expected gain that is achieved: a batch that may fit runs out of memory as often as
 # not, because kernels need a workspace for more rows
 COMES_TRUE = 0.5
+# fraction of the fastest layout's samples/s; a layout that is predicted to reach less than that
+# isn't measured if its processes start slowly, or if it is in shards
+FAR_SLOWER = 0.5
 LEAST_RATE = 1e-9  # samples/s; avoids division by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
 # relative; a layout may miss the tolerance by up to this much if its interval is that wide

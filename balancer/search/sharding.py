@@ -51,7 +51,7 @@ from .machine_model import MachineModel
 from .model.evidence import FEWEST_SIZES, DeviceEvidence, read_device
 from .model.memory import UNBOUNDED
 from .observations import Observations
-from .ranking import LEAST_GAIN
+from .ranking import FAR_SLOWER, LEAST_GAIN
 from .rows import RowPolicy
 from .split_stage import SplitStage
 from .starts import StartTimes
@@ -85,9 +85,6 @@ MOST_OF_START = 0.5
 STEPS_OF_SHORTEST = 3  # steps that the shortest probe takes, with its warm-up
 # the first whole step is measured now if the time left is less than this many starts of its group
 URGENT = 2.0
-# fraction of a measured training's samples/s; a training that is predicted to reach less than that
-# isn't measured
-FAR_SLOWER = 0.5
 
 
 class RowDemand(msgspec.Struct, frozen=True):
@@ -164,10 +161,9 @@ class Sharding:
 
     def next_probes(self) -> tuple[Probe, ...]:
         """Return the next probes; empty if no further measurement is worth its time."""
-        policy = self.policy
-        budget = Budget(policy.problem, BALANCE, policy.seen)
+        budget = Budget(self.policy.problem, BALANCE, self.policy.seen)
         budget.starts = self._starts
-        probes = () if self.parts is None else explore(policy, budget, with_splits=True)
+        probes = () if self.parts is None else explore(self.policy, budget, with_splits=True)
         first = self._urgent_whole_step(budget) or self._smaller_whole_step(budget)
         if first is not None:
             probes = self._larger_rows_alone(first, budget) or (first,)
@@ -176,6 +172,14 @@ class Sharding:
             if larger is not None:
                 return (self._with_shards(larger),)
             probes = ()
+        return self._prefer_without_rows(probes, budget)
+
+    def _prefer_without_rows(self, probes: Sequence[Probe], budget: Budget) -> tuple[Probe, ...]:
+        """Return these probes of the sharded model, or one in which some devices only hold state.
+
+        Such a probe comes before other steps over all devices, and these are left out if it was
+        far faster.
+        """
         whole = any(probe.layout.traits.together for probe in probes)
         if whole or not probes:
             held = self._probe_without_rows(budget)
@@ -204,22 +208,29 @@ class Sharding:
         """
         if any(one.probe.layout.state for one in self._seen):
             return ()
-        shares = whole.layout.shares
-        found = []
-        for position, rows in enumerate(shares):
-            ran = [one.probe.layout.shares[position] for one in self._measured_alone(position)]
-            if not ran or rows <= TRUSTED_GROWTH * max(ran):
-                continue
-            alone = layout_of(tuple(rows if i == position else 0 for i in range(len(shares))))
-            tried = any(one.probe.layout.shares == alone.shares for one in self._seen)
-            if tried or budget.is_expensive(budget.starts.seconds(alone)):
-                continue
-            turn = 1 + max(one.probe.turn for one in self._measured_alone(position))
-            found.append(Probe(alone, Stage.SOLO, SHORTEST_PROBE_SECONDS, turn))
+        every = (self._probe_rows_alone(i, whole, budget) for i in range(self._problem.devices))
+        found = tuple(probe for probe in every if probe is not None)
         seconds = max((self._seconds_alone(probe.layout) for probe in found), default=0.0)
         ends = budget.spent + seconds + budget.least_seconds(whole.layout)
         pays = seconds <= MOST_OF_START * budget.starts.seconds(whole.layout)
-        return tuple(found) if pays and ends <= budget.seconds else ()
+        return found if pays and ends <= budget.seconds else ()
+
+    def _probe_rows_alone(self, position: int, whole: Probe, budget: Budget) -> Probe | None:
+        """Return a probe of one device with its rows of a step over all devices.
+
+        None if it ran about as many rows alone, or if its process would have to start first.
+        """
+        rows, before = whole.layout.shares[position], self._measured_alone(position)
+        most = max((one.probe.layout.shares[position] for one in before), default=0)
+        if not most or rows <= TRUSTED_GROWTH * most:
+            return None
+        alone = layout_of(tuple(rows * (i == position) for i in range(self._problem.devices)))
+        if any(one.probe.layout.shares == alone.shares for one in self._seen):
+            return None
+        if budget.is_expensive(budget.starts.seconds(alone)):
+            return None
+        turn = 1 + max(one.probe.turn for one in before)
+        return Probe(alone, Stage.SOLO, SHORTEST_PROBE_SECONDS, turn)
 
     def _seconds_alone(self, layout: Layout) -> float:
         """Return how many seconds the shortest probe of a device takes, if its child is running."""

@@ -43,9 +43,11 @@ class StartTimes:
         own = self._seconds_by_group_key.get(layout.group_key)
         if not own:
             return 0.0 if layout.group_key in self._recovering_groups else self._of_new(layout)
-        paid = [seconds for seconds in own if seconds] or self._failed_starts(layout)
-        if paid and layout.traits.alone and self._single_processes_ended:
-            return min(paid)
+        paid = [seconds for seconds in own if seconds]
+        if layout.traits.alone and self._single_processes_ended:
+            known = paid or self._failed_starts(layout)
+            if known:
+                return min(known)
         ends = self._exit_counts[layout.group_key] if self.out_of_memory_restart_seconds else 0
         start_each_time = len(paid) > 1 + ends
         are_down = 0 < len(paid) <= ends

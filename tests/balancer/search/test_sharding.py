@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from evener.balancer.events import Finished, Observed
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
+from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.search.sharding import (
     DIGITS,
@@ -38,6 +39,7 @@ from evener.balancer.types import (
     OutOfMemory,
     Probe,
     Problem,
+    Result,
     Stage,
     Timed,
 )
@@ -518,6 +520,23 @@ def run_solo(rows: int, step: float, used: int) -> Timed:
 
 def test_after_the_first_whole_step_its_group_runs_more_rows_and_no_slow_card_starts() -> None:
     """One card alone trains a third of the samples/s, and its processes have ended."""
+    ran, best = search_small_cards(BALANCE, 120.0)
+    assert {probe.layout.kind for probe in ran} == {"shard"}
+    assert len({probe.layout.state for probe in ran}) == 1
+    assert ran[0].layout.global_batch > 8
+    assert best.layout.global_batch > 8
+
+
+def test_a_comparison_of_requested_layouts_measures_the_slow_card_too() -> None:
+    ran, _ = search_small_cards(LayoutOptions(("solo", "shard")), 300.0)
+    assert {probe.layout.kind for probe in ran} == {"solo", "shard"}
+
+
+def search_small_cards(options: LayoutOptions, budget: float) -> tuple[list[Probe], Result]:
+    """Return the probes after the first whole step on cards of 5 and 3 GiB, and the best layout.
+
+    The first card holds the model, but its processes take 40 s to start.
+    """
     search = Search(
         Problem(
             2,
@@ -525,8 +544,9 @@ def test_after_the_first_whole_step_its_group_runs_more_rows_and_no_slow_card_st
             state=ModelState(4_014_481_408, 1_306_385_280),
             shards=True,
             max_global_batch=64,
-            budget_seconds=120.0,
-        )
+            budget_seconds=budget,
+        ),
+        options,
     )
     first, second = (Probe(Layout("solo", own), Stage.SOLO, 3.0) for own in ((4, 0), (0, 4)))
     search.tell(OutOfMemory(first, (0,), "", 43.8, goes_on=True))
@@ -540,17 +560,17 @@ def test_after_the_first_whole_step_its_group_runs_more_rows_and_no_slow_card_st
     assert sharding is not None
     state = sharding.parts or ()
     probe = Probe(Layout("shard", (4, 4), state=state), Stage.SHARD, 1.0, 1)
-    ran = [run_whole(probe)]
-    search.tell(msgspec.structs.replace(ran[0], start_seconds=21.0, elapsed_seconds=25.0))
+    started = msgspec.structs.replace(run_whole(probe), start_seconds=21.0, elapsed_seconds=25.0)
+    search.tell(started)
+    asked: list[Probe] = []
     while probes := search.ask():
         (probe,) = probes
-        assert probe.layout.state == state
-        ran.append(run_whole(probe))
-        search.tell(ran[-1])
-    assert ran[1].probe.layout.global_batch > 8
+        asked.append(probe)
+        alone = msgspec.structs.replace(run_solo(2, 0.447, 5_102_396_928), probe=probe)
+        search.tell(run_whole(probe) if probe.layout.state else alone)
     best = search.best()
     assert best is not None
-    assert best.layout.global_batch > 8
+    return asked, best
 
 
 def run_whole(probe: Probe) -> Timed:
@@ -563,9 +583,9 @@ def run_whole(probe: Probe) -> Timed:
     return Timed(probe, *times, memory, (None, None), 1.0, 7 * step)
 
 
-def test_a_step_whose_memory_was_nearly_full_is_followed_by_a_smaller_one() -> None:
-    """Memory may run out in a training by it, so a layout with more free memory is chosen."""
-    search = Search(msgspec.structs.replace(LLAMA_IN_90_S, budget_seconds=200.0))
+def search_after_parts(problem: Problem) -> tuple[Search, tuple[float, ...]]:
+    """Return a search after its measurements of single cards, and each card's part of the state."""
+    search = Search(problem)
     for position in range(2):
         layout = Layout("solo", tuple(int(i == position) for i in range(2)))
         search.tell(OutOfMemory(Probe(layout, Stage.SOLO, 3.0), (position,), "", 1.0))
@@ -573,7 +593,13 @@ def test_a_step_whose_memory_was_nearly_full_is_followed_by_a_smaller_one() -> N
         search.tell(seen)
     sharding = search.evaluation.sharding
     assert sharding is not None
-    state = sharding.parts or ()
+    assert sharding.parts
+    return search, sharding.parts
+
+
+def test_a_step_whose_memory_was_nearly_full_is_followed_by_a_smaller_one() -> None:
+    """Memory may run out in a training by it, so a layout with more free memory is chosen."""
+    search, state = search_after_parts(msgspec.structs.replace(LLAMA_IN_90_S, budget_seconds=200.0))
     probe = Probe(Layout("shard", (10, 6), state=state), Stage.SHARD, 0.2, 3)
     full = Timed(
         probe,
@@ -625,16 +651,8 @@ def test_after_a_whole_step_without_memory_the_next_probe_is_a_smaller_whole_ste
 
 def test_where_a_check_runs_out_of_memory_the_card_gets_a_smaller_part() -> None:
     """More of the card stays free, and the layout's samples/s no longer count."""
-    search = Search(LLAMA_IN_90_S)
-    for position in range(2):
-        layout = Layout("solo", tuple(int(i == position) for i in range(2)))
-        search.tell(OutOfMemory(Probe(layout, Stage.SOLO, 3.0), (position,), "", 1.0))
-    for seen in STARTED:
-        search.tell(seen)
-    sharding = search.evaluation.sharding
-    assert sharding is not None
-    assert sharding.parts
-    probe = Probe(Layout("shard", (10, 6), state=sharding.parts), Stage.SHARD, 0.2)
+    search, state = search_after_parts(LLAMA_IN_90_S)
+    probe = Probe(Layout("shard", (10, 6), state=state), Stage.SHARD, 0.2)
     ran = Timed(probe, 0.2, 0.2, 0.2, 9, (20 * GIB, 7 * GIB), (0.1, 0.1), 0.2, 10.0)
     check = msgspec.structs.replace(probe, stage=Stage.CHECK, turn=1)
     for last in (ran, OutOfMemory(check, (1,), "", 3.0)):
