@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -363,30 +364,32 @@ def _as_printable(data: Any) -> Any:
     return [_as_printable(value) for value in data] if isinstance(data, list) else data
 
 
-def _check_whole_numbers(data: Any, where: str) -> None:
+def _list_numbers(data: Any, where: str) -> Iterator[tuple[str, float]]:
+    """Yield all numbers in the data, each with the name of its place."""
+    if isinstance(data, int | float):
+        yield where, data
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from _list_numbers(value, f"{where}: {key}")
+    if isinstance(data, list):
+        for position, value in enumerate(data):
+            yield from _list_numbers(value, f"{where}[{position}]")
+
+
+def _check_whole_numbers(data: Any, source: str) -> None:
     """Raise PlanError if the data contain an integer of more than 64 bits."""
     # msgspec doesn't check such integers against a field's limits
-    if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
-        raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")
-    if isinstance(data, dict):
-        for key, value in data.items():
-            _check_whole_numbers(value, f"{where}: {key}")
-    if isinstance(data, list):
-        for position, value in enumerate(data):
-            _check_whole_numbers(value, f"{where}[{position}]")
+    for where, number in _list_numbers(data, source):
+        if isinstance(number, int) and not -(1 << 63) <= number < 1 << 63:
+            raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")
 
 
-def _check_finite(data: Any, where: str) -> None:
+def _check_finite(data: Any, source: str) -> None:
     """Raise PlanError if the data contain infinity or NaN."""
     # TOML has such numbers and JSON doesn't, so a plan would differ by its format
-    if isinstance(data, float) and not math.isfinite(data):
-        raise PlanError(f"{where} is {data}, not a finite number.", "Correct that key.")
-    if isinstance(data, dict):
-        for key, value in data.items():
-            _check_finite(value, f"{where}.{key}")
-    if isinstance(data, list):
-        for position, value in enumerate(data):
-            _check_finite(value, f"{where}[{position}]")
+    for where, number in _list_numbers(data, source):
+        if not math.isfinite(number):
+            raise PlanError(f"{where} is {number}, not a finite number.", "Correct that key.")
 
 
 def _check_numbers(plan: Plan, source: str) -> None:
