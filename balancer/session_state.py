@@ -275,33 +275,36 @@ def plan_rivals(
     The last row is the sum of the devices' throughputs when each trains alone, at its best batch.
     With `at_plan_batch`, the plan's global batch is used instead where it was measured.
     """
-    found: dict[EvidenceKind, list[Evidence]] = {}
-    for evidence in plan.evidence:
-        found.setdefault(evidence.kind, []).append(evidence)
-    # the plan's own shares in other passes aren't another way to divide the batch
-    own = plan.layout.batches
-    evens = [each for each in found.get("equal_shares", []) if each.layout.batches != own]
-    if plan.layout.traits.alone:
-        # the one that the verdict names: the best of the final comparison whose gain is known
-        splits = [one for one in plan.evidence if one in evens or one.kind == "other_shares"]
-        # plans of older versions have no gains, so the fastest split is the best that is known
-        with_gains = any(one.gain is not None for one in plan.evidence)
-        split = max(
-            splits,
-            key=lambda one: float(one.gain is not None) if with_gains else _speed(one),
-            default=None,
-        )
-    else:
-        split = evens[0] if evens else None
-    single = find_single(plan)
-    shown = [each for each in (split, single) if each is not None]
-    larger = found.get("larger_batch", [])[:1]
+    shown = [each for each in (_find_split(plan), find_single(plan)) if each is not None]
+    larger = [evidence for evidence in plan.evidence if evidence.kind == "larger_batch"][:1]
     shown += [each for each in larger if each.layout not in [one.layout for one in shown]]
     solos = alone_at_batch(plan) if at_plan_batch else best_alone(plan)
     return (
         *(_plan_rival(plan, each, labels) for each in shown),
         *_make_sum_row([throughput_interval(each.throughput) for each in solos.values()]),
     )
+
+
+def _find_split(plan: Plan) -> Evidence | None:
+    """Return the split to compare a plan with, or None.
+
+    It is equal shares or, for a plan with one device, the best split.
+    """
+    # the plan's own shares in other passes aren't another way to divide the batch
+    own = plan.layout.batches
+    equal = [
+        evidence
+        for evidence in plan.evidence
+        if evidence.kind == "equal_shares" and evidence.layout.batches != own
+    ]
+    if not plan.layout.traits.alone:
+        return equal[0] if equal else None
+    splits = [one for one in plan.evidence if one in equal or one.kind == "other_shares"]
+    if any(one.gain is not None for one in plan.evidence):
+        # the one that the verdict names: the best of the final comparison whose gain is known
+        return next((one for one in splits if one.gain is not None), splits[0] if splits else None)
+    # plans of older versions have no gains
+    return max(splits, key=_speed, default=None)
 
 
 def find_single(plan: Plan) -> Evidence | None:

@@ -713,18 +713,28 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
     for rival in verdict.rivals:
         if rival.kind != "knobs" or rival.gain is None or _find_workers(verdict, rival) is not None:
             continue
-        knobs = rival.knobs or verdict.chosen.knobs
-        what = join_words([KNOBS.get(knob, knob) for knob in knobs])
-        in_turn = f", {ALTERNATELY}" if rival.paired else ""
-        what = what[:1].upper() + what[1:]
-        ending = "" if len(knobs) > 1 or knobs[0] in WORKERS else "s"
-        if rival.tie:
-            yield f"{what} make{ending} no difference."
-        elif rival.knobs:
-            yield f"{what} lose{ending} {_write_percent_lost(rival.gain)}{in_turn}."
-        elif rival.batches == verdict.chosen.batches:
-            gain = percent(rival.gain, 0 if rival.gain >= 0.02 else 1)
-            yield f"{what} give{ending} {gain}{in_turn}."
+        change = _describe_knob_change(verdict, rival, rival.gain)
+        if change:
+            yield change
+
+
+def _describe_knob_change(verdict: Verdict, rival: Rival, gain: float) -> str:
+    """Return a sentence about what tuning options change, or "" if nothing is known about them.
+
+    `rival` is the plan's layout with other options, and `gain` the plan's gain over it.
+    """
+    knobs = rival.knobs or verdict.chosen.knobs
+    what = join_words([KNOBS.get(knob, knob) for knob in knobs])
+    what = what[:1].upper() + what[1:]
+    ending = "" if len(knobs) > 1 or knobs[0] in WORKERS else "s"
+    in_turn = f", {ALTERNATELY}" if rival.paired else ""
+    if rival.tie:
+        return f"{what} make{ending} no difference."
+    if rival.knobs:
+        return f"{what} lose{ending} {_write_percent_lost(gain)}{in_turn}."
+    if rival.batches == verdict.chosen.batches:
+        return f"{what} give{ending} {percent(gain, 0 if gain >= 0.02 else 1)}{in_turn}."
+    return ""
 
 
 def _find_workers(verdict: Verdict, rival: Rival) -> str | None:
