@@ -25,7 +25,7 @@ from evener.huggingface import with_plan
 ROOT = Path(__file__).parents[2]
 CUDA = torch.cuda.device_count() > 0  # doesn't initialize CUDA, so the process can be forked
 ROWS = 512  # different rows of tokens; they repeat
-DRAWN = 1 << 20  # random numbers that fill the weights, over and over
+DRAWN = 1 << 20  # random numbers or bytes that fill the weights, over and over
 HEAD = 128  # width of an attention head
 BLOCK, OUTER_BLOCK = 64, 256  # packed weights per scale, and scales per scale of scales
 
@@ -55,8 +55,9 @@ def load_model() -> Any:
     if case.adapters:
         model = model.to(torch.bfloat16)
     if way == "qlora":
+        packed = torch.randint(0, 256, (DRAWN,), dtype=torch.uint8)
         for block in model.model.layers:
-            _pack_layers(block)
+            _pack_layers(block, packed)
     fill = _random_numbers()
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
@@ -78,13 +79,23 @@ def _random_numbers() -> torch.Tensor:
 def _fill(weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     if weight.dim() == 1:  # the scales of a normalization
         return torch.ones(weight.shape, dtype=weight.dtype)
-    count = -(-weight.numel() // DRAWN)
-    repeated = numbers.to(weight.dtype).repeat(count)
-    return repeated[: weight.numel()].view(weight.shape).clone()
+    return _repeat(numbers.to(weight.dtype), weight.numel()).view(weight.shape)
 
 
-def _pack_layers(block: Any) -> None:
-    """Replace a block's linear layers by bitsandbytes' 4-bit layers with random bytes."""
+def _repeat(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Return this many numbers: the given ones, over and over.
+
+    Drawing 4 GB of random bytes instead takes 20 s, in each process that builds the model.
+    """
+    whole = count // len(numbers) * len(numbers)
+    filled = torch.empty(count, dtype=numbers.dtype)
+    filled[:whole].view(-1, len(numbers)).copy_(numbers)
+    filled[whole:] = numbers[: count - whole]
+    return filled
+
+
+def _pack_layers(block: Any, numbers: torch.Tensor) -> None:
+    """Replace a block's linear layers by bitsandbytes' 4-bit layers that hold these bytes."""
     import bitsandbytes
 
     for name, layer in list(block.named_modules()):
@@ -96,8 +107,8 @@ def _pack_layers(block: Any) -> None:
         packed.in_features, packed.out_features = layer.in_features, layer.out_features
         shape = (layer.out_features, layer.in_features)
         packed.weight = bitsandbytes.nn.Params4bit.from_prequantized(
-            torch.randint(0, 256, (layer.weight.numel() // 2, 1), dtype=torch.uint8),
-            _make_statistics(shape),
+            _repeat(numbers, layer.weight.numel() // 2).unsqueeze(1),
+            _make_statistics(shape, numbers),
             requires_grad=False,
             device="cpu",
             module=packed,
@@ -105,8 +116,8 @@ def _pack_layers(block: Any) -> None:
         block.set_submodule(name, packed)
 
 
-def _make_statistics(shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Return the statistics of packed weights of this shape, with random scales."""
+def _make_statistics(shape: tuple[int, int], numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the statistics of packed weights of this shape; their scales are these bytes."""
     from bitsandbytes.nn import Params4bit
     from bitsandbytes.utils import pack_dict_to_tensor, unpack_tensor_to_dict
 
@@ -116,7 +127,7 @@ def _make_statistics(shape: tuple[int, int]) -> dict[str, torch.Tensor]:
     ).to("cpu")
     found: dict[str, torch.Tensor] = quantized.quant_state.as_dict(packed=True)
     scales = -(-shape[0] * shape[1] // BLOCK)
-    found["absmax"] = torch.randint(0, 256, (scales,), dtype=torch.uint8)
+    found["absmax"] = _repeat(numbers, scales)
     found["nested_absmax"] = found["nested_absmax"][:1].repeat(-(-scales // OUTER_BLOCK))
     name = "quant_state.bitsandbytes__nf4"
     found[name] = pack_dict_to_tensor(unpack_tensor_to_dict(found[name]) | {"shape": list(shape)})
