@@ -556,6 +556,9 @@ class Facts(msgspec.Struct, frozen=True):
     link: KnownLink | None = None  # between the devices; None: unknown
     gradient_bytes: int = 0  # of the model's trained parameters; 0: unknown
     parameter_bytes: int = 0  # of all of the model's parameters; 0: unknown
+    # why each process builds the model again, and how long that takes; "": it needn't, or unknown
+    builds_again: str = ""
+    build_seconds: float = 0.0
 
 
 class Stop(StrEnum):

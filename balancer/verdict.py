@@ -273,6 +273,13 @@ class ShortBudget(msgspec.Struct, frozen=True):
     enough_seconds: int
 
 
+class RepeatedBuild(msgspec.Struct, frozen=True):
+    """Warning: processes built the model again, because none could be copied after its build."""
+
+    seconds: float  # how long one build takes
+    reason: str  # why not, with "it" for the process that built the model
+
+
 class RanOut(msgspec.Struct, frozen=True):
     """Attempts to train on several devices, which all failed because memory ran out.
 
@@ -375,6 +382,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()  # about the devices and the request
     short_budget: ShortBudget | None = None
+    repeated_build: RepeatedBuild | None = None
     ran_out: tuple[RanOut, ...] = ()
     replaced: tuple[ReplacedLayout, ...] = ()
     unfinished: tuple[Unfinished, ...] = ()

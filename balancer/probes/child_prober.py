@@ -607,6 +607,8 @@ def add_facts(known: Facts, reported: Mapping[str, str], engine: str, job: Job) 
         link=known.link,
         gradient_bytes=int(reported.get("gradient_bytes", 0)),
         parameter_bytes=int(reported.get("parameter_bytes", 0)),
+        build_seconds=float(reported.get("build_seconds", known.build_seconds)),
+        builds_again=reported.get("builds_again", known.builds_again),
     )
 
 

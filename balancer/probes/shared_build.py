@@ -64,6 +64,8 @@ class BuildChannel:
     ) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._run = run
+        self.seconds = 0.0  # how long the build took
+        self.obstacle = ""  # why other processes have to build again; "" if they don't
 
     def build(self, command: Build) -> SharedRecipe | None:
         """Build the user's workload, then fork a copy of this process that keeps it in memory.
@@ -82,14 +84,21 @@ class BuildChannel:
             with watch.watching(), builder.wrap_rank_functions(watch.recording):
                 recipe = builder.BuiltRecipe(command.workload, command.settings)
             shared = SharedRecipe(command, recipe)
-            quick = time.monotonic() - started < WORTH_SECONDS
-            obstacle = QUICK if quick else watch.find_obstacle(recipe.compute_in_copy)
-            if not obstacle:
-                obstacle = self._leave_copy(shared)
-            if obstacle:
-                with suppress(OSError):
-                    self._socket.send(msgspec.json.encode(BuildShared(obstacle)))
+            self.seconds = time.monotonic() - started
+            if self.seconds < WORTH_SECONDS:
+                self._report(QUICK)
+                return shared
+            self.obstacle = watch.find_obstacle(recipe.compute_in_copy)
+            if not self.obstacle:
+                self.obstacle = self._leave_copy(shared)
+            if self.obstacle:
+                self._report(self.obstacle)
             return shared
+
+    def _report(self, why: str) -> None:
+        """Send why no copy was made."""
+        with suppress(OSError):
+            self._socket.send(msgspec.json.encode(BuildShared(why)))
 
     def _leave_copy(self, shared: SharedRecipe) -> str:
         """Fork a copy of this process that forks more processes on request.

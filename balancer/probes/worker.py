@@ -214,9 +214,13 @@ class Worker:
             )
         if size is not None and ":" in command.workload:
             cap_address_space(size)  # only the user's own code imports its own modules
-        return protocol.Built(
-            {str(key): str(value) for key, value in self._workload.facts().items()}
-        )
+        facts = {str(key): str(value) for key, value in self._workload.facts().items()}
+        if self._building is not None and self._building.obstacle:
+            facts |= {
+                "build_seconds": f"{self._building.seconds:.3f}",
+                "builds_again": self._building.obstacle,
+            }
+        return protocol.Built(facts)
 
     def _prepare(self, command: protocol.Prepare) -> protocol.Prepared:
         workload, build = self._built()

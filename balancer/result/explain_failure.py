@@ -30,9 +30,9 @@ from ..types import (
     Timed,
 )
 from ..verdict import Unfinished
-from .judge import SearchEnd
+from .judge import SearchEnd, find_repeated_build
 from .measurements import PHASES, find_taken_bytes, strip_location
-from .sentences import write_unfinished
+from .sentences import write_repeated_build, write_unfinished
 from .state_memory import find_state_memory, write_adapters
 
 IMPORTING = "importing"  # the phase of imports, whose duration isn't the user's fault
@@ -74,10 +74,15 @@ def _explain_failures(
         return DeviceError(f"No device could be measured: {'; '.join(failures)}.", remedy)
     budget = header.request.budget_seconds
     if budget is not None and not end.interrupted and _may_fit_in_shards(record):
-        return NoLayoutError(
+        why = (
             f"The budget of {budget:g} s was over before a step in shards was measured. Without "
-            f"shards: {'; '.join(failures)}.",
-            f"Raise it, as in --budget {2 * budget:g}s: the state fits into shards.",
+            f"shards: {'; '.join(failures)}."
+        )
+        repeated = find_repeated_build(record.facts, seen)
+        if repeated is not None:
+            why += f" {write_repeated_build(repeated)}"
+        return NoLayoutError(
+            why, f"Raise it, as in --budget {2 * budget:g}s: the state fits into shards."
         )
     why = "; ".join((*failures, *_explain_shards(record)))
     if HOST_MEMORY in why:

@@ -23,6 +23,7 @@ from ..search.report import SearchReport
 from ..statistics import is_known
 from ..types import (
     End,
+    Facts,
     Failed,
     Interval,
     Layout,
@@ -40,6 +41,7 @@ from ..verdict import (
     MeasuredRate,
     ObjectiveReached,
     RanOut,
+    RepeatedBuild,
     ReplacedLayout,
     Rival,
     RivalKind,
@@ -131,6 +133,7 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
         ),
         notes=record.header.notes,
         short_budget=find_short_budget(report, seen, end),
+        repeated_build=find_repeated_build(record.facts, seen),
         ran_out=tuple(_find_ran_out(report, seen, devices, end)),
         replaced=find_replaced(report, len(labels)),
         unfinished=() if end.interrupted else _find_overruns(end, seen),
@@ -788,6 +791,15 @@ def find_short_budget(
     later = [one.start_seconds for one in timed if one.probe.stage != Stage.SOLO]
     starts = max(at_once, default=0.0) + sum(later)
     return ShortBudget(budget, starts, _round_enough(report))
+
+
+def find_repeated_build(facts: Facts, observations: Sequence[Observation]) -> RepeatedBuild | None:
+    """Return a warning if at least two processes took long to build the same model, or None."""
+    timed = [observation for observation in observations if isinstance(observation, Timed)]
+    built = [observation.restart_seconds >= facts.build_seconds for observation in timed]
+    if not facts.builds_again or sum(built) < 2:
+        return None
+    return RepeatedBuild(facts.build_seconds, facts.builds_again)
 
 
 def _find_ran_out(

@@ -38,6 +38,7 @@ from ..verdict import (
     LeftOut,
     MeasuredRate,
     RateGap,
+    RepeatedBuild,
     Rival,
     SumLoss,
     Unfinished,
@@ -1159,6 +1160,19 @@ def _warn_of_left_out_devices(verdict: Verdict) -> Iterator[str]:
         yield f"{left_out.name} {why}: {left_out.detail}."
 
 
+def _warn_of_repeated_build(verdict: Verdict) -> Iterator[str]:
+    if verdict.repeated_build is not None:
+        yield write_repeated_build(verdict.repeated_build)
+
+
+def write_repeated_build(repeated: RepeatedBuild) -> str:
+    """Return a sentence about a model that each process built again."""
+    return (
+        f"Each process built the model again, which takes {repeated.seconds:.0f} s: a process "
+        f"can't be copied after the build, as {repeated.reason}."
+    )
+
+
 def _warn_of_pass_statistics(verdict: Verdict) -> Iterator[str]:
     found = verdict.pass_statistics
     if found is not None:
@@ -1187,6 +1201,7 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _warn_of_doubts,
     _warn_of_taken_memory,
     _warn_of_left_out_devices,
+    _warn_of_repeated_build,
     _warn_of_pass_statistics,
     _warn_of_slow_bfloat16,
 )

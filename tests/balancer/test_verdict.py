@@ -183,6 +183,24 @@ def test_bfloat16_on_a_card_without_hardware_for_it_is_noted_beside_one_with_it(
     assert bool(slow) == any("bfloat16" in line for line in write_verdict(found).warnings)
 
 
+@pytest.mark.parametrize("starts", [(30.0, 25.0), (30.0, 0.0), (30.0, 12.0)])
+def test_a_model_that_each_process_builds_again_is_reported(starts: tuple[float, ...]) -> None:
+    """Only if at least two of the processes took as long as a build, and there is a reason."""
+    seen = [
+        msgspec.structs.replace(
+            disturbed_turn(1.0, 0.4), elapsed_seconds=40.0, start_seconds=start, import_seconds=5.0
+        )
+        for start in starts
+    ]
+    facts = Facts(builds_again="it leaves a thread running", build_seconds=20.0)
+    found = judged(result(SPLIT, 1000), seen=seen, facts=facts)
+    several = min(starts) - 5 >= 20
+    assert (found.repeated_build is not None) == several
+    lines = write_verdict(found).warnings
+    assert several == any("20 s" in line and "leaves a thread running" in line for line in lines)
+    assert judged(result(SPLIT, 1000), seen=seen).repeated_build is None
+
+
 def test_a_short_epoch_is_reported_if_the_batch_was_evener_s_choice() -> None:
     free = write_text(result(SPLIT, 1000), rows=20_000)
     assert any("--max-global-batch 200" in line for line in free.remarks)
