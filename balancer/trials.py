@@ -22,7 +22,7 @@ from evener.system.files import new_error_file
 
 from .events import ProbeProgress, Report
 from .model_memory import FULL, LORA, QLORA, TrainingMethod
-from .number_format import duration, join_words, millions, step_time
+from .number_format import count_samples, duration, join_words, millions, step_time
 from .probes.child_prober import Prober, make_prober
 from .request import Job
 from .result.explain_failure import find_unfinished
@@ -136,7 +136,8 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
     for rows, batch in zip(micro, batches, strict=False):
         if not 1 <= rows <= batch:
             raise RequestError(
-                f"--micro {rows} isn't a part of {batch} rows.", f"Give a number from 1 to {batch}."
+                f"--micro {rows} isn't a part of {_count(batch, 'row')}.",
+                f"Give a number from 1 to {batch}.",
             )
 
 
@@ -303,7 +304,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
         if not self.simulated and self.framework != "none":
             what += f" ({self.framework})"
         built = f"built in {duration(self.start_seconds)} and " if self.start_seconds else ""
-        steps = [f"{step_time(seconds)} with {batch} samples" for batch, seconds in self.steps]
+        steps = [f"{step_time(each)} with {count_samples(batch)}" for batch, each in self.steps]
         where = self.devices[0].label
         return f"{what} was {built}stepped on {where}: a step took {join_words(steps)}."
 

@@ -276,8 +276,8 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
         name = f"the {name}"
     other = split.global_batch != verdict.chosen.global_batch
     if len(split.batches) > MOST_DEVICES:
-        return name + (f" of {split.global_batch} samples" if other else "")
-    whole = f" = {split.global_batch} samples" if other else ""
+        return name + (f" of {count_samples(split.global_batch)}" if other else "")
+    whole = f" = {count_samples(split.global_batch)}" if other else ""
     return f"{name} ({' + '.join(map(str, split.batches))}{whole})"
 
 
@@ -853,7 +853,8 @@ def _describe_ran_out(verdict: Verdict) -> Iterator[str]:
             where = join_words(one.devices, "or")
         alone = verdict.chosen.devices
         plan = f", so the plan is {alone[0]} alone" if len(alone) == 1 else ""
-        yield f"{what} tried with {samples} samples, and memory ran out{many} on {where}{plan}."
+        rows = count_samples(samples)
+        yield f"{what} tried with {rows}, and memory ran out{many} on {where}{plan}."
         remedies = []
         if one.lacked_time:
             remedies.append(f"a longer --budget (another try takes about {one.try_seconds:.0f} s)")
@@ -897,13 +898,15 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
         if found.extra_samples is not None and found.relative_speed is not None:
             more = _write_range(*map(factor, found.extra_samples))
             yield (
-                f"{found.global_batch} samples: about {factor(found.relative_speed)} x the "
+                f"{count_samples(found.global_batch)}: about {factor(found.relative_speed)} x the "
                 f"samples/s of {found.own_batch}, and about {more} x the samples for the same loss."
             )
         else:
+            are, many = ("is", "one") if found.global_batch == 1 else ("are", "as many")
             yield (
-                f"At a noise scale of {write_scale(found.noise_scale)}, {found.global_batch} "
-                f"samples a step are worth {worth} of as many in small batches."
+                f"At a noise scale of {write_scale(found.noise_scale)}, "
+                f"{count_samples(found.global_batch)} a step {are} worth {worth} of {many} in "
+                f"small batches."
             )
     if found.own_batch and found.adam_rate is not None and found.sgd_rate is not None:
         rule = "linear, while the batch is below the noise scale"
@@ -928,16 +931,15 @@ def _describe_short_epoch(verdict: Verdict) -> Iterator[str]:
     few = verdict.short_epoch
     if few is None or verdict.batch_given:
         return
-    steps = "less than one step" if not few.steps else f"only {few.steps} step"
-    steps += "s" if few.steps > 1 else ""
-    more = (
-        f"; for 100, search with --max-global-batch {few.largest_batch}"
-        if few.largest_batch
-        else ""
-    )
-    yield f"An epoch is {steps}, because a step takes {few.global_batch} of the {few.rows} rows" + (
-        f"{more}."
-    )
+    steps = f"only {few.steps} step{'s' * (few.steps > 1)}"
+    why = f"a step takes {few.global_batch} of the {few.rows} rows"
+    if not few.steps:
+        steps = "less than one step"
+        why = f"the data has only {count_samples(few.rows)}, and a step takes {few.global_batch}"
+    more = ""
+    if few.largest_batch:
+        more = f"; for 100, search with --max-global-batch {few.largest_batch}"
+    yield f"An epoch is {steps}, because {why}{more}."
 
 
 def _describe_left_out_hosts(verdict: Verdict) -> Iterator[str]:
@@ -1177,9 +1179,9 @@ def _warn_of_pass_statistics(verdict: Verdict) -> Iterator[str]:
     found = verdict.pass_statistics
     if found is not None:
         yield (
-            f"{found.layer} sees one pass of {found.rows} rows, not a device's whole share, so "
-            f"training depends on the passes; GroupNorm or LayerNorm doesn't, and --micro off "
-            f"makes a plan without passes."
+            f"{found.layer} sees one pass of {count_samples(found.rows)}, not a device's whole "
+            f"share, so training depends on the passes; GroupNorm or LayerNorm doesn't, and "
+            f"--micro off makes a plan without passes."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evener.balancer.number_format import size
+from evener.balancer.number_format import count_samples, size
 from evener.balancer.trials import DryRunDevice, DryRunResult
 from evener.printable import align, plain
 
@@ -24,5 +24,6 @@ def dry_run_lines(result: DryRunResult) -> list[str]:
 
 def _row(device: DryRunDevice) -> tuple[str, str, str, str]:
     memory = "unknown" if device.memory_bytes is None else size(device.memory_bytes)
-    most = "unknown" if device.largest_batch is None else f"about {device.largest_batch} samples"
+    rows = device.largest_batch
+    most = "unknown" if rows is None else f"about {count_samples(rows)}"
     return (device.label, plain(device.name, 32), memory, most)

@@ -12,6 +12,7 @@ from evener.balancer.events import Event, Observed, Started
 from evener.balancer.jobs import SIMULATED
 from evener.balancer.number_format import (
     STATE_ONLY,
+    count_samples,
     duration,
     group_digits,
     half_width,
@@ -89,7 +90,8 @@ def list_doubts(measurement: Timed) -> list[str]:
 def event_line(event: Event, labels: Sequence[str]) -> str | None:
     """Return the line that a command prints for an event, or None if it prints none."""
     if isinstance(event, Started):
-        kept = f", {event.replayed} measurements kept" if event.replayed else ""
+        several = "s" if event.replayed > 1 else ""
+        kept = f", {event.replayed} measurement{several} kept" if event.replayed else ""
         return f"run {event.run}: {event.workload} on {', '.join(event.devices)}{kept}"
     if isinstance(event, Observed):
         return f"{duration(event.at_seconds):>10}  {_brief_text(event.seen, labels)}"
@@ -384,7 +386,7 @@ def _find_reason(plan: Plan, position: int, solo: Evidence, batch: int) -> str:
     batch of the device that the plan is compared with.
     """
     if solo.layout.global_batch != batch:
-        return f"faster with another batch than the {batch} samples that are compared"
+        return f"faster with another batch than the one of {count_samples(batch)} that is compared"
     if not is_known(throughput_interval(solo.throughput)):
         return "measured alone, too imprecisely to compare"
     within = plan.layout.share[position].ratio * plan.throughput.samples_per_second
@@ -505,7 +507,7 @@ def _explain_unknown_gain(plan: RatedLayout, rival: RatedLayout) -> str:
     if not is_known(plan.rate):
         return "; the plan's figure is too uncertain to compare"
     if len(rival.batches) - rival.batches.count(0) > 1:
-        return f"; none was measured near {sum(plan.batches)} samples"
+        return f"; none was measured near {count_samples(sum(plan.batches))}"
     return (
         "; less than in the plan, so a device alone was not measured at its best batch, or "
         "without the plan's loader workers or options"
@@ -596,10 +598,8 @@ def _noise_sentences(training: RecordedTraining) -> Iterator[str]:
 
 def _start_text(start: StartEntry) -> str:
     shares = "+".join(map(str, start.shares))
-    words = (
-        f"{'started again' if start.reason else 'started'}: {shares} rows on "
-        f"{', '.join(start.devices)}"
-    )
+    began = "started again" if start.reason else "started"
+    words = f"{began}: {shares} row{'s' * (shares != '1')} on {', '.join(start.devices)}"
     promise = start.plan_samples_per_second
     words += f"; the plan says {rate(promise)} samples/s" if promise else ""
     return f"{words} ({start.reason})" if start.reason else words
