@@ -217,6 +217,7 @@ class LeftOut(msgspec.Struct, frozen=True):
     hosts: int = 0
     global_batch: int = 0
     network_seconds: float = 0.0  # seconds of each step on the network, if they explain the loss
+    devices: tuple[str, ...] = ()  # of "not_faster": those that compute in that split
 
 
 class ReplacedLayout(msgspec.Struct, frozen=True):

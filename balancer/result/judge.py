@@ -629,6 +629,7 @@ def _find_idle_devices(
             loss=-printed_gain(fastest.throughput.value, chosen.throughput.value),
             tie=any(one.tie for one in rivals if one.layout == fastest.layout),
             samples_per_second=fastest.throughput.value,
+            devices=tuple(labels[i] for i in fastest.layout.computing),
         )
 
 

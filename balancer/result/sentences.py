@@ -561,12 +561,9 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
     """Yield a sentence about each working device that the plan doesn't use."""
     for left_out in verdict.left_out:
         if left_out.reason == "not_faster" and verdict.rate.known:
-            whole = ""
-            if left_out.global_batch != verdict.chosen.global_batch:
-                whole = f" = {left_out.global_batch} samples"
             yield (
                 f"{left_out.name} is left out: "
-                f"the fastest split with it ({left_out.detail}{whole}) reached "
+                f"the fastest split with it ({_write_split_with(left_out, verdict)}) reached "
                 f"{rate(left_out.samples_per_second)} samples/s, {_write_loss(left_out.loss)}"
                 f"{', which is too close to call' if left_out.tie else ''}."
             )
@@ -579,6 +576,17 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
             f"{join_words(untried)} {are} left out: by the curves measured alone, {they} would "
             f"gain nothing, so no split with {them} was measured near {_samples(verdict)}."
         )
+
+
+def _write_split_with(left_out: LeftOut, verdict: Verdict) -> str:
+    """Return the rows and the devices of the fastest split with a device that was left out.
+
+    The global batch is added if it isn't the plan's. Verdicts of older versions lack the devices.
+    """
+    words = left_out.detail
+    if left_out.global_batch != verdict.chosen.global_batch:
+        words += f" = {count_samples(left_out.global_batch)}"
+    return f"{words} {_write_where(left_out.devices)}" if left_out.devices else words
 
 
 def _write_loss(loss: float) -> str:
@@ -668,10 +676,16 @@ def _write_why_not(rival: Rival) -> str:
 
 
 def _write_batches(rival: Rival) -> str:
-    batches = " + ".join(map(str, rival.batches))
+    where = _write_where(rival.devices)
     if len(rival.devices) > MOST_DEVICES:
-        return f"on {len(rival.devices)} devices"
-    return f"{batches} on {' + '.join(rival.devices)}"
+        return where
+    return f"{' + '.join(map(str, rival.batches))} {where}"
+
+
+def _write_where(devices: Sequence[str]) -> str:
+    """Return "on" and the names of devices or, if there are many, their number."""
+    many = len(devices) > MOST_DEVICES
+    return f"on {len(devices)} devices" if many else f"on {' + '.join(devices)}"
 
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:

@@ -357,6 +357,20 @@ def test_a_tie_that_ends_the_search_names_its_layouts() -> None:
     assert "tie" not in write_end(alone, Stop.TIED.value)
 
 
+def test_a_split_with_a_device_that_is_left_out_has_its_devices() -> None:
+    """Their rows alone don't say which of the devices computes how many."""
+    chosen = result(candidate("solo", solo(3, 0, 256)), 1000)
+    wider = result(candidate("split", Layout("split", (1, 0, 255))), 900)
+    alone = tuple(result(candidate("solo", solo(3, i, 256)), 1000 - i) for i in range(3))
+    found = judged(chosen, results=(chosen, wider), solos=alone)
+    (third,) = [one for one in found.left_out if one.reason == "not_faster"]
+    assert (third.name, third.devices) == ("GPU:2", ("GPU:0", "GPU:2"))
+    assert any("1 + 255 on GPU:0 + GPU:2" in line for line in write_verdict(found).remarks)
+    older = msgspec.structs.replace(third, devices=())
+    of_older = msgspec.structs.replace(found, left_out=(older,))
+    assert any("(1 + 255)" in line for line in write_verdict(of_older).remarks)
+
+
 # ---------------------------------------------------------------------- rivals
 
 

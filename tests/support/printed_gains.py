@@ -55,7 +55,7 @@ LESS = re.compile(
 UNCERTAIN = re.compile(
     rf"(?:^|, )(?P<name>{NAME}) (?:is|are) too uncertain to compare \(± (?P<error>[\d.]+) %\)"
 )
-WITH_IDLE = re.compile(r"the fastest split with it \((?P<batches>[^)]*)\)")
+WITH_IDLE = re.compile(r"the fastest split with it \((?P<batches>[\d +]*)")
 LEFT_OUT = re.compile(r"^(?P<name>\S+) is left out: the fastest split")
 IDLE_ROW = re.compile(r"^(?P<device>\S+) .* left out  0\.000 ")
 ENDS_TIED = re.compile(r"\. (?P<names>[^.]*) ties? with the plan")
@@ -462,8 +462,7 @@ def _split_faults(printed: Printed) -> Iterator[str]:
         # another device's split may have the same shares
         named = [one for tie in ties for one in printed.rivals if _is(one, tie["tie"])]
         tied = idle is not None and any(
-            _write(one) in line and one.where == idle["batches"].partition(" =")[0].replace(" ", "")
-            for one in named
+            _write(one) in line and one.where == idle["batches"].replace(" ", "") for one in named
         )
         if tied and "too close to call" not in line:
             yield f"a tie in the headline, and a loss here: {line}"
