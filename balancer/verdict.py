@@ -51,6 +51,7 @@ WhyNotChosen = Literal[  # why a layout with more samples/s isn't the plan
     "in_turn",  # measured in alternating turns, the plan was faster
     "objective",  # the objective is something other than speed
     "measured_again",  # the plan's rate is from later measurements, after the choice
+    "memory",  # its memory was nearly full, so a training by it is likely to fail
 ]
 
 

@@ -459,6 +459,8 @@ def _why_not_chosen(report: SearchReport, compared: ComparedLayout) -> WhyNotCho
     chosen, problem = report.chosen, report.problem
     if compared.throughput.value <= chosen.throughput.value or not is_known(compared.throughput):
         return None
+    if compared.layout in report.nearly_full:
+        return "memory"
     if find_objective(problem.objective).trades_speed:
         return "objective"
     larger = compared.layout.global_batch > chosen.layout.global_batch

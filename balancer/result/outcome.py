@@ -118,7 +118,8 @@ def _list_rivals(
         # the verdict's device becomes the first "best_device"
         found = _put_first(single, found, devices)
     # the fastest layout with a larger batch, if it is faster than the plan, has a second entry
-    larger = find_larger(chosen, rivals)
+    with_room = [one for one in rivals if one.layout not in report.nearly_full]
+    larger = find_larger(chosen, with_room)
     if larger is not None:
         found.append((LARGER_BATCH, "larger_batch", larger))
     return found

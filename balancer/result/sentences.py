@@ -464,8 +464,9 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
         name, speed = one.name[:1].upper() + one.name[1:], rate(one.rate.samples_per_second)
         other = one.global_batch != _batch(verdict)
         at = f" at {count_samples(one.global_batch)} a step" if other else ""
-        measured = f"{speed} samples/s {write_error(one.rate)}"
-        yield f"{name}{at} reached {measured}, which is known more precisely."
+        measured = f"{speed} samples/s {write_error(one.rate)}, which is known more precisely"
+        full = _write_why_not(one) if one.why_not == "memory" else ""
+        yield f"{name}{at} reached {measured}{full}."
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
@@ -623,7 +624,10 @@ def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
             why = f"when it was chosen, the plan was the smallest batch that is {slow}"
         yield f"With a larger batch: {', '.join(found)}; {why}."
     for one in _pick_named([one for one in faster if one.why_not != "tolerance"]):
-        name = one.name[:1].upper() + one.name[1:]
+        name = one.name
+        if one.why_not == "memory":
+            name = f"{_drop_batches(one)} ({_write_batches(one)})"
+        name = name[:1].upper() + name[1:]
         yield f"{name} reached {_write_faster(verdict, one)}{_write_why_not(one)}."
 
 
@@ -672,6 +676,8 @@ def _write_why_not(rival: Rival) -> str:
         return f"; {ALTERNATELY}, the plan is {percent(rival.gain or 0.0, 1)} faster"
     if rival.why_not == "tie":
         return "; the plan is simpler"
+    if rival.why_not == "memory":
+        return ", but nearly ran out of memory: a training by them is likely to fail"
     return ", before the plan was measured again: rates of different times differ by as much"
 
 

@@ -348,9 +348,7 @@ class Evaluation:
 
         If there are none, all layouts that ran are included.
         """
-        found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
-        trainings = [one for one in found if one.probe.layout.traits.by_shares]
-        with_room = _without_short_memory(trainings)
+        with_room = [one for one in self._trainings if one.probe.layout not in self._nearly_full]
         ran = [training for training in with_room if self.policy.is_sensible(training.probe.layout)]
         layouts = [one.probe.layout for one in self._seen.still_fit(ran) or ran]
         turns = {layout: self._turns(layout) for layout in layouts}
@@ -358,6 +356,24 @@ class Evaluation:
             layout: Result(layout, self._samples_per_second(own), len(own))
             for layout, own in turns.items()
         }
+
+    @cached_property
+    def _trainings(self) -> list[Timed]:
+        """The measurements of layouts by shares, before the winner was chosen."""
+        found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
+        return [one for one in found if one.probe.layout.traits.by_shares]
+
+    @cached_property
+    def _nearly_full(self) -> frozenset[Layout]:
+        """The sharded layouts that may not become the plan, as memory was nearly full in a probe.
+
+        A pass of a model in shards can't be repeated when memory runs out, so that ends a training.
+        If memory was nearly full in every sharded layout, none is ruled out.
+        """
+        sharded = [one for one in self._trainings if one.probe.layout.traits.sharded]
+        full = {one.probe.layout for one in sharded if one.is_short_of_memory()}
+        others = {one.probe.layout for one in sharded} - full
+        return frozenset(full if others else ())
 
     def _samples_per_second(self, turns: Turns) -> Interval:
         """Return the mean throughput of a layout's measurements in samples/s, with its interval.
@@ -419,6 +435,7 @@ class Evaluation:
             others_idle=frozenset(layout for layout in layouts if self._seen.turns(layout)),
             failed=tuple(self.offers.list_failed()),
             replaced_layouts=self._replaced_layouts,
+            nearly_full=self._nearly_full,
             unmeasured=race.unmeasured,
             ungrown=self._growing_packs,
             packings=tuple(
@@ -537,15 +554,3 @@ class Evaluation:
 def _is_indistinguishable(layout: Layout, others: dict[Layout, Candidate]) -> bool:
     """Whether a measurement can't show a difference between the layout and one of the others."""
     return any(same_measurement(layout, each) for each in others)
-
-
-def _without_short_memory(trainings: Sequence[Timed]) -> Sequence[Timed]:
-    """Leave out measurements in shards in which memory was nearly full, if others in shards remain.
-
-    A pass of a model in shards can't be repeated when memory runs out, so that ends a training.
-    """
-    sharded = [one for one in trainings if one.probe.layout.traits.sharded]
-    short = {one.probe.layout for one in sharded if one.is_short_of_memory()}
-    if all(one.probe.layout in short for one in sharded):
-        return trainings
-    return [one for one in trainings if one.probe.layout not in short]

@@ -30,6 +30,8 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     failed: tuple[tuple[Candidate, Observation], ...] = ()
     # layouts that ran out of memory in the race, with the smaller layouts that ran instead
     replaced_layouts: tuple[tuple[Candidate, Candidate], ...] = ()
+    # sharded layouts that gave way to others, as memory was nearly full in a measurement of them
+    nearly_full: frozenset[Layout] = frozenset()
     unmeasured: tuple[Candidate, ...] = ()  # not measured because the budget was spent
     ungrown: tuple[Candidate, ...] = ()  # packs that might still have gained
     packings: tuple[tuple[PackMode, tuple[Observation, ...]], ...] = ()

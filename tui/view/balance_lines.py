@@ -196,6 +196,8 @@ def format_fastest(state: SessionState) -> str:
     if layout == best.layout:
         return f"{speed} in its fastest turn: above is the mean of {best.turns}"
     where = f"{speed} at {'+'.join(str(share) for share in layout.shares if share)}"
+    if layout.traits.sharded and fastest.is_short_of_memory():
+        return f"{where}: {percent(gain, 1)} more, but its memory was nearly full"
     if layout.global_batch > best.layout.global_batch:
         return f"{where}: a larger batch for {percent(gain, 1)} more"
     return f"{where}: in one measurement, {percent(gain, 1)} more"
