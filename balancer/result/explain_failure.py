@@ -35,7 +35,8 @@ from .measurements import PHASES, find_taken_bytes, strip_location
 from .sentences import write_repeated_build, write_unfinished
 from .state_memory import find_state_memory, write_adapters
 
-IMPORTING = "importing"  # the phase of imports, whose duration isn't the user's fault
+OWN_CODE = ("loading", "building", "warming up")  # the phases in which the user's code runs
+LONG_PART = 0.5  # fraction of the budget; a phase of the user's code that took more may never end
 CODE_REMEDY = "Fix that in your code: the error is the same on every device."
 HOST_REMEDY = "Free memory of the host, or let build() need less of it."
 REMEDY = "Fix what failed, free memory, or choose another workload or other devices."
@@ -253,15 +254,17 @@ def _explain_end(header: Header, any_succeeded: bool, end: SearchEnd) -> NoLayou
         why = end.why_stopped.rstrip(".")
         return NoLayoutError(f"No layout could be measured: {why}.", REMEDY)
     longer = f"--budget {2 * budget:g}s"
-    slow = all(one.phase == IMPORTING for one in end.unfinished)
-    if not slow and ":" in header.workload:
+    causes = "an endless loop, or for input(), which has nothing to read"
+    # code that has trained in another process ends, and no code of the user builds a built-in model
+    is_suspect = ":" in header.workload and not any_succeeded
+    own = [one for one in end.unfinished if is_suspect and one.phase in OWN_CODE]
+    if any(one.seconds >= LONG_PART * budget for one in own):
         return NoLayoutError(
-            " ".join(unfinished),
-            f"Look there for an endless loop, or for input(), which has nothing to read; or give "
-            f"it more time, as in {longer}.",
+            " ".join(unfinished), f"Look there for {causes}; or give it more time, as in {longer}."
         )
     over = f"The budget of {budget:g} s was over before {what} was measured."
-    return NoLayoutError(" ".join([over, *unfinished]), f"Raise it, as in {longer}.")
+    if_longer = f" If that isn't enough, look there for {causes}." if own else ""
+    return NoLayoutError(" ".join([over, *unfinished]), f"Raise it, as in {longer}.{if_longer}")
 
 
 def find_unfinished(

@@ -36,8 +36,8 @@ from evener.balancer.verdict import Unfinished
 from evener.devices.types import Device, Limit
 from evener.errors import NoLayoutError
 
-HUNG = Unfinished("preparing", "It", 9.0, ("GPU:0",))
-WORDS = "It had not been built after 9 s on GPU:0."
+HUNG = Unfinished("building", "It", 90.0, ("GPU:0",))
+WORDS = "It had not returned after 90 s on GPU:0."
 DEVICES = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", 1 << 33) for i in range(2))
 
 
@@ -327,20 +327,48 @@ def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:
     belief = Belief((), "Done.")
     faults = {}
     for phase in ("importing", "loading", "building"):
-        stopped = msgspec.structs.replace(building(0, 25.0, phase), where="/home/me/train.py:3")
+        stopped = msgspec.structs.replace(building(0, 95.0, phase), where="/home/me/train.py:3")
         said = find_unfinished(header.workload, DEVICES, [stopped])
         faults[phase] = explain_no_plan(record(header), belief, late(said))
     assert (
-        "Importing had not ended after 25 s on GPU:0, at /home/me/train.py:3."
+        "Importing had not ended after 95 s on GPU:0, at /home/me/train.py:3."
         in faults["importing"].message
     )
     assert "endless loop" not in faults["importing"].remedy
-    assert faults["loading"].message.startswith("The import of train.py had not ended after 25 s")
+    assert faults["loading"].message.startswith("The import of train.py had not ended after 95 s")
     assert (
         faults["building"].message
-        == "train.py's build() had not returned after 25 s on GPU:0, at /home/me/train.py:3."
+        == "train.py's build() had not returned after 95 s on GPU:0, at /home/me/train.py:3."
     )
     assert "endless loop" in faults["building"].remedy
+
+
+@pytest.mark.parametrize(
+    ("phase", "seconds", "has_run", "suspected"),
+    [
+        ("building", 90.0, False, "at first"),
+        ("warming up", 90.0, False, "at first"),
+        ("warming up", 4.0, False, "after a longer budget"),  # starting took the rest
+        ("building", 90.0, True, "never"),  # the same code has returned in another process
+        ("preparing", 90.0, False, "never"),  # it isn't the user's code
+    ],
+)
+def test_code_that_may_only_have_lacked_time_is_not_blamed(
+    phase: str, seconds: float, has_run: bool, suspected: str
+) -> None:
+    asked = Request(global_batch=64)
+    header = Header("run", "2026-01-01T00:00:00Z", asked, DEVICES, "train.py:build", "torch", "0")
+    probe = Probe(solo(2, 0, 8), Stage.SOLO, 1.0)
+    ran = Timed(probe, *(0.1, 0.1, 0.1, 9), (None, None), (None, None), 0.1, 1.0)
+    curves = tuple(PredictedCurve(i, (), 64, None) for i in range(2))
+    late_one = Unfinished(phase, "train.py", seconds, ("GPU:0",))
+    fault = explain_no_plan(
+        record(header, *[ran] * has_run), Belief(curves, "Done."), late((late_one,))
+    )
+    assert ("The budget of 120 s" in fault.message) == (suspected != "at first")
+    assert fault.remedy.startswith("Raise it") == (suspected != "at first")
+    assert ("endless loop" in fault.remedy) == (suspected != "never")
+    assert "--budget 240s" in fault.remedy
 
 
 def test_the_end_names_what_had_not_ended_of_the_user_s_own_instead_of_the_budget() -> None:
