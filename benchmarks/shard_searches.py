@@ -110,7 +110,8 @@ def draw_machine(chance: random.Random) -> Machine:
         fits = 0.93 * sum(sizes) > need and sum(sizes) < 4 * need
         if fits and max(sizes) < state + gathered + 4 * row:
             break
-    tables = [_write_device(chance, size, state, row) for size in sizes]
+    memory = _write_memory(chance, state, row)
+    tables = [_write_device(chance, size, memory) for size in sizes]
     shards = (
         f"[shards]\nstate_mib = {state}\ngathered_mib = {gathered:.0f}\n"
         f"gradients_mib = {chance.choice([0, state // 4])}\n"
@@ -119,16 +120,22 @@ def draw_machine(chance: random.Random) -> Machine:
     return parse_machine((shards + "".join(tables)).encode(), "a drawn machine")
 
 
-def _write_device(chance: random.Random, size: int, state: float, row: float) -> str:
+def _write_memory(chance: random.Random, state: float, row: float) -> str:
+    """Return a memory curve; rows need the same memory on each device, as the model is the same."""
+    base = state + chance.uniform(50, 400)
+    bend, steeper = chance.choice([4, 6, 8, 12]), chance.uniform(1, 1.4)
+    at_bend = base + row * bend
+    return json.dumps(
+        [[1, base + row], [bend, at_bend], [400, at_bend + steeper * row * (400 - bend)]]
+    )
+
+
+def _write_device(chance: random.Random, size: int, memory: str) -> str:
     fixed = chance.uniform(50, 4000)
     slope = fixed * chance.uniform(0.002, 0.3)
-    base = state + chance.uniform(50, 400)
-    bend, steeper = chance.choice([4, 6, 8, 12]), chance.uniform(1, 1.3)
-    at_bend = base + row * bend
-    memory = [[1, base + row], [bend, at_bend], [400, at_bend + steeper * row * (400 - bend)]]
     curve = [[1, fixed + slope], [MOST_ROWS, fixed + MOST_ROWS * slope]]
     return (
-        f'\n[[device]]\nname = "a card"\nmemory_mib = {size}\nmemory_curve = {json.dumps(memory)}\n'
+        f'\n[[device]]\nname = "a card"\nmemory_mib = {size}\nmemory_curve = {memory}\n'
         f"curve = {json.dumps(curve)}\nnoise = {chance.uniform(0.01, 0.08):.3f}\n"
     )
 

@@ -63,8 +63,8 @@ from .time_left import SHORTEST_PROBE_SECONDS, TimeLeft
 HEADROOM = 0.05
 # least headroom in bytes, as far as it is at most SMALL_HEADROOM of the memory. PyTorch's allocator
 # maps large blocks in pages of 20 MiB. In sharded steps of a model of 8 billion parameters in 4
-# bits, 200 MiB of such pages stayed unused, whatever the size of the GPU's memory.
-LEAST_HEADROOM = 256 << 20
+# bits, 200 to 290 MiB of such pages stayed unused, whatever the size of the GPU's memory.
+LEAST_HEADROOM = 320 << 20
 SMALL_HEADROOM = 0.1
 FEWEST_HALVINGS = 2  # number of times that the headroom may be halved
 DIGITS = 4  # decimals of a part: 10 MB of a state of 100 GB, far below any card's headroom
@@ -80,6 +80,9 @@ TRUSTED_GROWTH = 1.25
 # factors by which the memory of a further row may exceed that of earlier rows: if it was measured
 # by two sizes, and if all memory but the gathered units was divided by the rows of one size
 KNOWN_ROW_GROWTH, UNKNOWN_ROW_GROWTH = 1.2, 2.0
+# predicted gain at which a layout with devices without rows is measured before one with rows on
+# each: its devices with rows have less memory left than both predict, and gather more
+CLEAR_GAIN = 0.05
 # the planned rows are measured alone only if that takes at most this part of a group's start
 MOST_OF_START = 0.5
 STEPS_OF_SHORTEST = 3  # steps that the shortest probe takes, with its warm-up
@@ -184,7 +187,8 @@ class Sharding:
         if whole or not probes:
             held = self._probe_without_rows(budget)
             if held:
-                return (held,)
+                larger = self._larger_rows_alone(held, budget)
+                return tuple(self._with_shards(probe) for probe in larger) or (held,)
             probes = tuple(probe for probe in probes if not self._is_far_slower(probe.layout))
         if whole and not self.parts:
             return ()
@@ -585,7 +589,7 @@ class Sharding:
         if division is None or not division.rows:
             return division is None
         everywhere = propose(division, self._row_demands, self._problem)
-        return everywhere is None or proposal.rate() > (1 + LEAST_GAIN) * everywhere.rate()
+        return everywhere is None or proposal.rate() > (1 + CLEAR_GAIN) * everywhere.rate()
 
     def _is_far_slower(self, layout: Layout) -> bool:
         """Whether a layout is predicted to be less than half as fast as another that was measured.

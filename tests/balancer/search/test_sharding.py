@@ -533,14 +533,14 @@ def test_a_comparison_of_requested_layouts_measures_the_slow_card_too() -> None:
 
 
 def search_small_cards(options: LayoutOptions, budget: float) -> tuple[list[Probe], Result]:
-    """Return the probes after the first whole step on cards of 5 and 3 GiB, and the best layout.
+    """Return the probes after the first whole step on two small cards, and the best layout.
 
     The first card holds the model, but its processes take 40 s to start.
     """
     search = Search(
         Problem(
             2,
-            (5 * GIB, 3 * GIB),
+            (round(5.3 * GIB), round(3.3 * GIB)),
             state=ModelState(4_014_481_408, 1_306_385_280),
             shards=True,
             max_global_batch=64,
@@ -630,7 +630,7 @@ def test_headroom_is_a_twentieth_of_the_memory_and_more_of_small_memories(
 ) -> None:
     usual = measure_headroom(limit, 0)
     assert 0.05 * limit <= usual <= 0.1 * limit
-    assert usual >= min(0.1 * limit, 256 << 20)
+    assert usual >= min(0.1 * limit, 320 << 20)
     factor = measure_headroom(limit, doublings) / usual
     assert factor == pytest.approx(2.0 ** max(doublings, -2))
 
@@ -701,14 +701,52 @@ def probe_next(count: int, budget: float) -> tuple[Probe, ...]:
     return Sharding(problem, seen).next_probes()
 
 
+# the same model on a host whose processes start in 6 s; steps wait for the host
+SLOW_HOST = (
+    (0, 4, 1_745_896_448, 0, 0.547),
+    (1, 4, 1_745_896_448, 0, 0.606),
+    (0, 5, 1_869_385_728, 1, 0.549),
+    (1, 5, 1_869_385_728, 1, 0.528),
+    (1, 8, 2_363_305_984, 2, 0.553),
+)
+
+
+def test_far_more_rows_on_one_card_are_measured_alone_before_a_step_over_both() -> None:
+    """13 + 0 rows, predicted to be 0.5 % faster than 5 + 7, ran out of memory on GPUs."""
+    seen = []
+    for position, rows, used, turn, step in SLOW_HOST:
+        start = 0.0 if turn else 6.0
+        seen.append(
+            msgspec.structs.replace(
+                part_ran(position, rows, used / GIB, turn),
+                step_seconds=step,
+                low_seconds=step,
+                high_seconds=step,
+                first_step_seconds=step,
+                elapsed_seconds=5.0 + start,
+                start_seconds=start,
+            )
+        )
+    problem = Problem(
+        2,
+        (5 * GIB, 3 * GIB),
+        state=ModelState(4_014_481_408, 1_306_385_280),
+        shards=True,
+        max_global_batch=64,
+        budget_seconds=83.0,
+    )
+    for probe in Sharding(problem, seen).next_probes():
+        assert probe.stage == Stage.PART or all(probe.layout.shares)
+
+
 def test_fewer_rows_beside_a_larger_part_of_the_state_cost_no_start() -> None:
     """The part of a card leaves it less than the 4 rows that it ran.
 
     Its child still runs, so a probe of fewer rows takes seconds.
     """
-    (probe,) = probe_next(5, 70.0)
-    assert probe.stage == Stage.PART
-    assert max(probe.layout.shares) == 1
+    probes = probe_next(5, 70.0)
+    assert {probe.stage for probe in probes} == {Stage.PART}
+    assert all(max(probe.layout.shares) < 4 for probe in probes)
 
 
 def test_a_whole_step_is_measured_while_there_is_time_to_start_it() -> None:
