@@ -80,6 +80,7 @@ class BuildChannel:
             if not _can_share(command) or setup.world > 1 or setup.state:
                 return None
             builder = import_module(BUILDER)
+            builder.ask_driver()
             watch, started = BuildWatch(), time.monotonic()
             with watch.watching(), builder.wrap_rank_functions(watch.recording):
                 recipe = builder.BuiltRecipe(command.workload, command.settings)

@@ -23,8 +23,11 @@ same time is only needed if a step has several passes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
+from statistics import fmean, linear_regression
 
 import msgspec
 
@@ -93,14 +96,33 @@ URGENT = 2.0
 class RowDemand(msgspec.Struct, frozen=True):
     """The memory and time that a micro-batch needs on a device, without the device's state.
 
-    A pass of r rows takes `base_bytes + r * row_bytes` bytes and `fixed_seconds + r * row_seconds`
-    seconds.
+    A pass of r rows takes `fixed_seconds + r * row_seconds` seconds. `points` are pairs of rows and
+    their bytes, in increasing order; memory is linear between them and below. Each row beyond the
+    last point takes `row_bytes`.
     """
 
-    base_bytes: float
+    points: tuple[tuple[int, float], ...]
     row_bytes: float
     fixed_seconds: float
     row_seconds: float
+
+    def bytes(self, rows: float) -> float:
+        """Return how many bytes a pass of this many rows takes."""
+        last, most = self.points[-1]
+        if rows >= last or len(self.points) == 1:
+            return most - self.row_bytes * (last - rows)
+        above = max(1, bisect_right(self.points, rows, key=lambda point: point[0]))
+        (few, less), (many, more) = self.points[above - 1 : above + 1]
+        return less + (more - less) / (many - few) * (rows - few)
+
+    def rows_within(self, size: float) -> float:
+        """Return how many rows take this many bytes, as a fractional number."""
+        last, most = self.points[-1]
+        if size >= most or len(self.points) == 1:
+            return last + (size - most) / self.row_bytes if self.row_bytes else float(UNBOUNDED)
+        above = max(1, bisect_right(self.points, size, key=lambda point: point[1]))
+        (few, less), (many, more) = self.points[above - 1 : above + 1]
+        return few + (many - few) * (size - less) / (more - less) if more > less else float(few)
 
     def rows_in(self, seconds: float) -> float:
         """Return how many rows the device computes in `seconds`, as a fractional number."""
@@ -523,12 +545,12 @@ class Sharding:
         gathered, memory = self._state.gathered_bytes, device.memory
         if memory.line is None:
             batch, used = memory.points[-1] if memory.points else (1, gathered)
-            least = min(used, gathered)
-            return RowDemand(least, (used - least) / batch, *_fit_time(device))
-        # the line of the largest batches, raised until no measured batch is above it
+            slope = (used - min(used, gathered)) / batch
+            return RowDemand(((batch, used),), slope, *_fit_time(device))
         _, slope = memory.line
-        base = max(size - slope * rows for rows, size in memory.points)
-        return RowDemand(base, slope, *_fit_time(device))
+        sizes = accumulate((size for _, size in memory.points), max)
+        rows = (rows for rows, _ in memory.points)
+        return RowDemand(tuple(zip(rows, sizes, strict=True)), slope, *_fit_time(device))
 
     # ------------------------------------------------------------------ devices without rows
 
@@ -747,15 +769,15 @@ def _subtract_bytes(
 
 def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
     """Fit the time of a pass; return its fixed part and the time per row, in seconds."""
-    points = sorted(device.alone, key=lambda point: point.batch)
-    first, last = points[0], points[-1]
-    proportion = last.seconds / last.batch
-    if last.batch == first.batch:
+    batches = [point.batch for point in device.alone]
+    seconds = [point.seconds for point in device.alone]
+    largest = max(device.alone, key=lambda point: point.batch)
+    proportion = largest.seconds / largest.batch
+    if min(batches) == largest.batch:
         return 0.0, proportion
-    # the line through the smallest and the largest batch
-    slope = (last.seconds - first.seconds) / (last.batch - first.batch)
+    slope = linear_regression(batches, seconds).slope
     slope = min(proportion, max(LEAST_GROWTH * proportion, slope))
-    return last.seconds - slope * last.batch, slope
+    return max(0.0, fmean(seconds) - slope * fmean(batches)), slope
 
 
 def divide_state(
@@ -898,9 +920,8 @@ class StateDivider:
 
     def _most_rows(self, position: int) -> float:
         """Return the most rows that fit on a device if it holds hardly any state."""
-        need = self._row_demands[position]
-        left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
-        return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
+        left = self._limits[position] - LEAST_PART * self._held
+        return self._row_demands[position].rows_within(left)
 
     def _bytes_left(self, rows: Sequence[float]) -> list[float]:
         """Return how many bytes of state fit on each device in addition to these rows.
@@ -909,10 +930,11 @@ class StateDivider:
         """
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):
-            # the filler row of a device without rows leaves no gradients room
-            free = limit - need.base_bytes - (0.0 if own else need.row_bytes)
+            # a device without rows computes a filler row, which leaves no gradients room
+            filler = 0 if own else 1
+            free = limit - need.bytes(filler)
             # gradients, for example, don't exist while activations are at their peak
-            beside = (free - need.row_bytes * own) * self._state / self._held
+            beside = (limit - need.bytes(own + filler)) * self._state / self._held
             found.append(min(beside, free, limit * self._of_step))
         return found
 

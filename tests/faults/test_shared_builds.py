@@ -180,6 +180,47 @@ def test_files_that_a_driver_s_library_opens_when_it_is_asked_are_no_obstacle(
     assert ast.literal_eval(ran.stdout) == ""
 
 
+COUNTS_GPUS = """
+import os, socket, sys
+import torch
+from evener.balancer.probes import shared_build
+from evener.balancer.probes.protocol import Build
+from evener.workloads.protocol import WorkerSetup
+
+asked = []
+
+def device_count():
+    if not asked:
+        asked.append(os.pipe())
+    return 0
+
+torch.cuda.device_count = device_count
+shared_build.WORTH_SECONDS = 0.0
+near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+channel = shared_build.BuildChannel(far.detach(), lambda *_: None)
+channel.build(Build(sys.argv[1], "torch", {}, WorkerSetup(("cpu:0",))))
+print(repr(channel.obstacle), flush=True)
+"""
+
+
+def test_a_build_that_counts_gpus_opens_nothing_that_a_fork_does_not_survive(
+    own_folder: Path,
+) -> None:
+    """The driver's management library opens pipes in a forked process when it is first asked."""
+    script = own_folder / "train.py"
+    script.write_text(
+        SCRIPT.format(folder=str(own_folder), left="torch.cuda.device_count()", seconds=0)
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", COUNTS_GPUS, f"{script}:build"],
+        env={**os.environ, "PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ast.literal_eval(ran.stdout) == ""
+
+
 @pytest.mark.parametrize(
     "changes", [{"peers": ("a", "b")}, {"state": (0.5,)}, {"placement": "halves"}]
 )

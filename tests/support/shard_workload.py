@@ -167,7 +167,8 @@ def fit(split: Split, model: Big, caps: tuple[int, int], equal: bool) -> int:
         caps,
         state=ModelState(state, estimate_gathered_bytes(model, choose_units(model, None), None)),
     )
-    needs = [RowDemand(problem.state.gathered_bytes if problem.state else 0, 0.0, 0.0, 1.0)] * 2
+    gathered = problem.state.gathered_bytes if problem.state else 0
+    needs = [RowDemand(((1, gathered),), 0.0, 0.0, 1.0)] * 2
     division = divide_state(caps, needs, problem)
     if division is None:
         return 0

@@ -25,6 +25,15 @@ WIDTH = 512  # rows of a matrix whose product libraries compute on several threa
 ASKS_RANK = ("get_rank", "get_world_size", "is_initialized")
 
 
+def ask_driver() -> None:
+    """Ask for the number of GPUs, without initializing CUDA.
+
+    The driver's libraries open files when they are first called in a forked process. Once they are
+    open, files that a build opens can be told from them.
+    """
+    torch.cuda.device_count()
+
+
 class BuiltRecipe:
     """A recipe that is built in this process, to be used here or in forks of the process."""
 

@@ -19,6 +19,7 @@ from evener.balancer.events import Finished, Observed
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
+from evener.balancer.search.model.memory import UNBOUNDED
 from evener.balancer.search.search import Search
 from evener.balancer.search.sharding import (
     DIGITS,
@@ -49,9 +50,43 @@ from evener.tui.cli.main import run
 
 MACHINE = Path(__file__).parents[3] / "docs" / "howto" / "shards.toml"
 GIB = 1 << 30
-NEEDS = st.builds(
-    RowDemand, st.floats(0, GIB), st.floats(0, GIB / 8), st.floats(0, 1), st.floats(0.001, 10)
-)
+
+
+def need(base: float, row: float, fixed: float, row_seconds: float) -> RowDemand:
+    """Return a device's demand whose memory is a line: `base` bytes, and `row` bytes a row."""
+    return RowDemand(((1, base + row),), row, fixed, row_seconds)
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> RowDemand:
+    """Return a demand whose memory was measured with one to four batches."""
+    base, rows, used = draw(st.floats(0, GIB)), 0, 0.0
+    points = []
+    for _ in range(draw(st.integers(1, 4))):
+        more = draw(st.integers(1, 16))
+        rows += more
+        used += more * draw(st.floats(0, GIB / 8))
+        points.append((rows, base + used))
+    row = draw(st.floats(0, GIB / 8))
+    if len(points) == 1:
+        row = min(row, used / rows)  # so that no rows take at least the base
+    return RowDemand(tuple(points), row, draw(st.floats(0, 1)), draw(st.floats(0.001, 10)))
+
+
+NEEDS = demands()
+
+
+@given(NEEDS, st.floats(0, 100), st.floats(0, 100))
+def test_memory_by_rows_rises_through_the_measured_points(
+    needed: RowDemand, rows: float, more: float
+) -> None:
+    """The rows that take a number of bytes are where the curve reaches it."""
+    for batch, used in needed.points:
+        assert needed.bytes(batch) == pytest.approx(used)
+    assert needed.bytes(rows) <= needed.bytes(rows + more) * (1 + 1e-9) + 1
+    size = needed.bytes(rows)
+    found = needed.rows_within(size)
+    assert found == UNBOUNDED or needed.bytes(found) == pytest.approx(size, rel=1e-6, abs=64)
 
 
 @given(
@@ -74,7 +109,7 @@ def test_state_and_rows_fit_each_device_whenever_a_division_is_returned(
 
     Devices without rows compute one at first, which doesn't count.
     """
-    limits, needs = [size * GIB for size, _ in devices], [need for _, need in devices]
+    limits, needs = [size * GIB for size, _ in devices], [own for _, own in devices]
     whole = int(state * GIB)
     sizes = ModelState(whole, GIB, int(step * GIB), gradient_bytes=int(gradients * whole))
     problem = Problem(
@@ -82,18 +117,17 @@ def test_state_and_rows_fit_each_device_whenever_a_division_is_returned(
     )
     holders = frozenset(without & set(range(len(limits) - 1)))
     division = divide_state(limits, needs, problem, holders)
-    left = sum(max(0.0, limit - need.base_bytes) for limit, need in zip(limits, needs, strict=True))
+    pairs = zip(limits, needs, strict=True)
+    left = sum(max(0.0, limit - device.bytes(0)) for limit, device in pairs)
     if division is None:
         return
     assert sum(division.parts) == pytest.approx(1.0)
     assert whole <= left
-    for part, limit, need in zip(division.parts, limits, needs, strict=True):
+    for part, limit, device in zip(division.parts, limits, needs, strict=True):
         own = part - 1e-3  # parts are rounded
-        assert (
-            own * state_bytes_at_peak(sizes, division.in_passes) + need.base_bytes + need.row_bytes
-            <= limit
-        )
-        assert own * whole + need.base_bytes <= limit
+        at_peak = own * state_bytes_at_peak(sizes, division.in_passes)
+        assert at_peak + device.bytes(1) <= limit * (1 + 1e-9)
+        assert own * whole + device.bytes(0) <= limit * (1 + 1e-9)
         assert own * (whole + step * GIB) <= limit * (1 + 1e-9)
     assert {i for i, rows in enumerate(division.rows) if not rows} == holders
     proposal = propose(division, needs, problem)
@@ -115,18 +149,18 @@ def test_rounded_parts_leave_the_memory_of_the_rows_for_which_they_were_chosen(
 ) -> None:
     """On two cards as on eight, no part is larger by more than its last decimal."""
     limits = [size * GIB for size, _, _ in cards]
-    needs = [RowDemand(GIB, row * GIB, 0.01, seconds) for _, row, seconds in cards]
+    needs = [need(GIB, row * GIB, 0.01, seconds) for _, row, seconds in cards]
     state = ModelState(int(0.6 * sum(limits)), GIB)
     division = divide_state(limits, needs, Problem(len(cards), tuple(limits), state=state))
     assert division is not None
     assert sum(division.parts) == pytest.approx(1.0, abs=1e-9)
-    for part, rows, limit, need in zip(division.parts, division.rows, limits, needs, strict=True):
+    for part, rows, limit, own in zip(division.parts, division.rows, limits, needs, strict=True):
         least = max(0.0, part - 10.0**-DIGITS) * state.state_bytes
-        assert least + need.base_bytes + need.row_bytes * rows <= limit + 1
+        assert least + own.bytes(rows) <= limit + 1
 
 
 def test_more_memory_never_makes_it_not_fit() -> None:
-    needs = [RowDemand(GIB, GIB / 16, 0.0, 1 / rate) for rate in (10.0, 5.0)]
+    needs = [need(GIB, GIB / 16, 0.0, 1 / rate) for rate in (10.0, 5.0)]
     state = ModelState(20 * GIB, GIB)
     fits = [
         divide_state([size * GIB, 8 * GIB], needs, Problem(2, (0, 0), state=state)) is not None
@@ -138,13 +172,13 @@ def test_more_memory_never_makes_it_not_fit() -> None:
 
 def test_the_larger_card_takes_the_rows_that_the_smaller_has_no_memory_for() -> None:
     """Their steps take equally long with any number of rows."""
-    needs = [RowDemand(GIB / 2, GIB / 2, 0.1, 1e-4)] * 2
+    needs = [need(GIB / 2, GIB / 2, 0.1, 1e-4)] * 2
     problem = Problem(2, (0, 0), max_global_batch=64, state=ModelState(12 * GIB, GIB))
     division = divide_state([24 * GIB, 8 * GIB], needs, problem)
     assert division is not None
     rows = [
-        (limit * GIB - need.base_bytes - part * 12 * GIB) / need.row_bytes
-        for limit, need, part in zip((24, 8), needs, division.parts, strict=True)
+        own.rows_within(limit * GIB - part * 12 * GIB)
+        for limit, own, part in zip((24, 8), needs, division.parts, strict=True)
     ]
     assert sum(rows) == pytest.approx(2 * (24 + 8 - 12 - 1), rel=0.02), "all of the memory"
     assert min(rows) > 1
