@@ -78,11 +78,23 @@ class Block(msgspec.Struct, frozen=True):
     parts: tuple[PartSeconds, ...] = ()  # parts of the whole block for each rank; empty: unknown
     # True if processes allocated new memory: a training does so only in its first steps
     grew: bool = False
+    # the part of `wall_seconds` in which Python's garbage collector ran, and its longest run
+    gc_seconds: float = 0.0
+    longest_gc_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> float:
         """Mean time of a step, in seconds."""
         return self.wall_seconds / self.steps
+
+    @property
+    def step_seconds_without_gc(self) -> float:
+        """Mean time of a step in seconds, without the garbage collector.
+
+        Collections come every few steps, and may take as long as a step. So this varies less from
+        block to block.
+        """
+        return max(0.0, self.wall_seconds - self.gc_seconds) / self.steps
 
     @property
     def disturbed(self) -> bool:
@@ -199,8 +211,8 @@ class BlockTimer:
         windows = self._windows
         if len(windows) < 2:
             return False
-        before = windows[-2].step_seconds
-        last = windows[-1].step_seconds
+        before = windows[-2].step_seconds_without_gc
+        last = windows[-1].step_seconds_without_gc
         gap = abs(before - last) / max(before, last, 1e-12)
         full = (
             windows[-1].wall_seconds >= self._block_seconds / 2
@@ -281,7 +293,7 @@ class BlockTimer:
     def _warnings(
         self, undisturbed: Sequence[Block], step: Interval
     ) -> tuple[MeasurementDoubt, ...]:
-        means = [block.step_seconds for block in undisturbed]
+        means = [block.step_seconds_without_gc for block in undisturbed]
         spent = sum(block.wall_seconds for block in undisturbed)
         disturbed = sum(block.disturbed for block in self._blocks) / len(self._blocks)
         capped = sum(block.capped * block.wall_seconds for block in undisturbed) / spent
@@ -296,7 +308,7 @@ class BlockTimer:
             ),
             (MeasurementDoubt("noisy", half), half > NOISY),
             (MeasurementDoubt("drift", drift), drifts),
-            _judge_throttling(undisturbed, step),
+            _judge_throttling(undisturbed),
             (MeasurementDoubt("capped", capped), capped > CAPPED),
             (MeasurementDoubt("stalled", longest), longest > STALLED),
             (
@@ -310,20 +322,17 @@ class BlockTimer:
         return (*found, *before)
 
 
-def _judge_throttling(
-    undisturbed: Sequence[Block], step: Interval
-) -> tuple[MeasurementDoubt, bool]:
+def _judge_throttling(undisturbed: Sequence[Block]) -> tuple[MeasurementDoubt, bool]:
     """Return a warning about throttling, and whether it is strong enough to be reported.
 
-    `undisturbed` are the blocks that other programs didn't disturb, and `step` is the mean step
-    time.
+    `undisturbed` are the blocks that other programs didn't disturb.
     """
     # the warning's value is the larger of two fractions: the time in which devices report
     # throttling, and the distance of the mean step time from the blocks' median
     spent = sum(block.wall_seconds for block in undisturbed)
     slowed = sum(block.slowed * block.wall_seconds for block in undisturbed) / spent
-    middle = median(block.step_seconds for block in undisturbed)
-    gap = abs(step.value - middle) / middle
+    middle = median(block.step_seconds_without_gc for block in undisturbed)
+    gap = abs(_mean_without_gc(undisturbed) - middle) / middle
     reported = slowed > THROTTLED
     # the most throttled device, if devices report throttling
     device = max(undisturbed, key=lambda block: block.slowed).slowest if reported else -1
@@ -347,8 +356,9 @@ def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> I
     """Return the mean step time in seconds, with its 95 % interval by Student's t.
 
     Blocks are weighted by their number of steps. If there is only one block, its error is estimated
-    from its difference from the untimed first step, which took `first_seconds`. Raises ValueError
-    if there are no steps.
+    from its difference from the untimed first step, which took `first_seconds`. The mean includes
+    Python's garbage collector. It runs at regular intervals, so one of its long runs may be too
+    many or too few. Raises ValueError if there are no steps.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
@@ -357,11 +367,19 @@ def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> I
     if len(blocks) < 2:
         half = single_step_error(first_seconds, value) * value
         return Interval(value, max(0.0, value - half), value + half)
+    mean = _mean_without_gc(blocks)
     weighted = fsum(
-        block.steps * (block.step_seconds - value) ** 2 for block in blocks if block.steps
+        block.steps * (block.step_seconds_without_gc - mean) ** 2 for block in blocks if block.steps
     )
     half = student(len(blocks) - 1) * sqrt(weighted / (len(blocks) - 1) / steps)
+    half += max(block.longest_gc_seconds for block in blocks) / steps
     return Interval(value, max(0.0, value - half), value + half)
+
+
+def _mean_without_gc(blocks: Sequence[Block]) -> float:
+    """Return the mean time of a step in seconds, without the garbage collector."""
+    steps = sum(block.steps for block in blocks)
+    return fsum(block.step_seconds_without_gc * block.steps for block in blocks) / steps
 
 
 def _stays_too_imprecise(blocks: Sequence[Block], elapsed_fraction: float) -> bool:
@@ -369,7 +387,7 @@ def _stays_too_imprecise(blocks: Sequence[Block], elapsed_fraction: float) -> bo
 
     `elapsed_fraction` is the fraction of the probe's time that `blocks` took.
     """
-    times = [block.step_seconds for block in blocks]
+    times = [block.step_seconds_without_gc for block in blocks]
     # the noise is the median difference between consecutive blocks: a single change of speed
     # doesn't count, because a probe with such a change needs its full time
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)

@@ -379,16 +379,29 @@ class Measurement:
         )
         self._steps_with_retries += replies[0].steps
         parts = tuple(self._describe_parts(reply) for reply in replies)
+        # ranks that make the same objects collect at the same time
+        gc_seconds = max(reply.gc_seconds for reply in replies)
+        longest_gc_seconds = max(reply.longest_gc_seconds for reply in replies)
         if len(self._ranks.unique_positions) == 1:
             share = self._cpu_share(replies[0])
             own = (wall_seconds * min(1.0, share or 1.0),)
-            return Block(replies[0].steps, wall_seconds, share, own, parts=parts)
+            return Block(
+                replies[0].steps,
+                wall_seconds,
+                share,
+                own,
+                parts=parts,
+                gc_seconds=gc_seconds,
+                longest_gc_seconds=longest_gc_seconds,
+            )
         return Block(
             replies[0].steps,
             wall_seconds,
             None,
             self._own_seconds(replies, wall_seconds),
             parts=parts,
+            gc_seconds=gc_seconds,
+            longest_gc_seconds=longest_gc_seconds,
         )
 
     def _own_seconds(self, replies: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
@@ -514,6 +527,8 @@ def _scale_times(reply: Ran, factor: float) -> Ran:
         "input_seconds",
         "update_seconds",
         "starved_seconds",
+        "gc_seconds",
+        "longest_gc_seconds",
     )
     times = {name: time * factor for name in names if (time := getattr(reply, name)) is not None}
     return msgspec.structs.replace(reply, **times)

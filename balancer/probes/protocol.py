@@ -158,6 +158,8 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     taken_by: str = ""  # names of the programs that used the cores meanwhile
     # how often a GPU's allocator had to free cached memory to fulfil a request
     memory_retries: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
+    gc_seconds: Seconds = 0.0  # seconds of Python's garbage collector, included above
+    longest_gc_seconds: Seconds = 0.0  # seconds of its longest collection
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):

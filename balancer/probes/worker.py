@@ -46,6 +46,7 @@ from evener.workloads.torch_backend.driver_free_imports import (
 from . import protocol
 from .failures import error_is_memory, is_host_memory
 from .fork_server import NO_CHANNEL, ForkServer, adopt_orphans, die_with_parent, import_first
+from .gc_clock import GcClock
 from .shared_build import BuildChannel, SharedRecipe
 
 NAMED_FROM = 0.05  # fraction of a block's time without a core above which competitors are named
@@ -119,6 +120,7 @@ class Worker:
         self._not_finite_step = 0
         self._reporter = Reporter()
         self._cores = CoreWatch()
+        self._gc = GcClock()
         self._use = read_process_use()
         self._takers = ""
 
@@ -183,8 +185,6 @@ class Worker:
                 return msgspec.structs.replace(reply, host_free_bytes=free_memory_bytes())
             return msgspec.structs.replace(reply, fits_no_rows=True)
         updates = self._workload.is_updating
-        gc.unfreeze()
-        gc.enable()
         seen: BaseException | None = error
         while seen is not None:  # frames hold what the step allocated
             traceback.clear_frames(seen.__traceback__)
@@ -224,7 +224,7 @@ class Worker:
 
     def _prepare(self, command: protocol.Prepare) -> protocol.Prepared:
         workload, build = self._built()
-        gc.unfreeze()
+        gc.unfreeze()  # a training's collections visit all objects, also those of imports
         self._busy_seconds = 0.0
         _prepare_rows(workload, command)
         started = time.perf_counter()
@@ -237,18 +237,17 @@ class Worker:
         rank, grouped = build.setup.rank, build.setup.world > 1
         self._shares = command.shares[rank : rank + 1] if grouped else command.shares
         self._check_loss_and_report(1, workload, build, timed=False)
-        gc.collect()
-        gc.freeze()  # live objects stay, so collections between blocks needn't visit them again
+        gc.collect()  # it copies the memory of objects that this process shares with others
         return protocol.Prepared(first)
 
     def _run(self, command: protocol.RunSteps) -> protocol.Ran:
         workload, build = self._built()
-        gc.disable()
         spun, steps, before = 0.0, 0, workload.work()
         workload.read_waits()  # discard the waits of steps before this block
         workload.read_phases()
         retries = workload.count_memory_retries()
         self._cores.read()
+        self._gc.read()
         cpu, started = time.process_time(), time.perf_counter()
         while not steps or time.perf_counter() - started < command.seconds:
             spun += self._run_steps(command.steps, workload, build)
@@ -256,8 +255,7 @@ class Worker:
         wall_seconds = time.perf_counter() - started
         cpu = time.process_time() - cpu
         starved = self._cores.read()
-        gc.enable()
-        gc.collect()
+        gc_seconds, longest_gc_seconds = self._gc.read()
         memory = tuple(workload.max_memory_bytes()) or (None,)
         work = _subtract(workload.work(), before)
         self._check_loss_and_report(steps, workload, build)
@@ -276,6 +274,8 @@ class Worker:
             starved_seconds=starved.starved_s if self._cores.known else None,
             taken_by=self._name_competitors(starved),
             memory_retries=max(0, workload.count_memory_retries() - retries),
+            gc_seconds=min(gc_seconds, wall_seconds),
+            longest_gc_seconds=longest_gc_seconds,
         )
 
     def _name_competitors(self, starved: Starvation) -> str:

@@ -52,6 +52,31 @@ def codes(measured: StepTiming) -> set[str]:
     return {doubt.code for doubt in measured.warnings}
 
 
+@given(st.integers(2, 40), st.floats(0.05, 2.0))
+def test_the_garbage_collector_counts_in_the_mean_and_is_no_noise(
+    every: int, pause_steps: float
+) -> None:
+    """A pause comes with every nth step, and takes as long as a part of a step or several."""
+    timer, done, step = BlockTimer(60.0), 0, 0.02
+    pause_seconds = pause_steps * step
+    while steps := timer.next_steps():
+        pauses = (done + steps) // every - done // every
+        done += steps
+        timer.add(
+            Block(
+                steps,
+                steps * step + pauses * pause_seconds,
+                gc_seconds=pauses * pause_seconds,
+                longest_gc_seconds=pause_seconds * bool(pauses),
+            )
+        )
+    measured = timer.result()
+    assert measured is not None
+    if measured.step.value > step:  # at least one pause was timed
+        assert measured.step.low <= step * (1 + pause_steps / every) <= measured.step.high
+    assert not codes(measured) & {"drift", "throttled", "slow_start"}
+
+
 def test_steady_steps_end_early_and_without_doubt() -> None:
     """A step that never varies is trusted after the fewest blocks that make an interval."""
     measured = timed(4.0, lambda _: 0.01)
