@@ -110,7 +110,12 @@ def group_digits(count: float) -> str:
 
 def count_samples(count: int | str) -> str:
     """Format a number of samples: "1 sample" or "64 samples"."""
-    return f"{count} sample" if str(count) == "1" else f"{count} samples"
+    return count_nouns(count, "sample")
+
+
+def count_nouns(count: int | str, noun: str) -> str:
+    """Format a number of things, such as "1 row" or "64 rows"."""
+    return f"{count} {noun}" if str(count) == "1" else f"{count} {noun}s"
 
 
 def millions(count: int) -> str:

@@ -22,7 +22,7 @@ from evener.system.files import new_error_file
 
 from .events import ProbeProgress, Report
 from .model_memory import FULL, LORA, QLORA, TrainingMethod
-from .number_format import count_samples, duration, join_words, millions, step_time
+from .number_format import count_nouns, count_samples, duration, join_words, millions, step_time
 from .probes.child_prober import Prober, make_prober
 from .request import Job
 from .result.explain_failure import find_unfinished
@@ -82,10 +82,6 @@ class ProbeRepeat(msgspec.Struct, frozen=True):
     samples_per_joule: float | None = None  # in this run, over all devices of the request
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
 def choose_layout(
     devices: int, positions: Sequence[int] | None, batches: Sequence[int], micro: Sequence[int] = ()
 ) -> Layout:
@@ -105,13 +101,14 @@ def choose_layout(
     if positions is None:
         if len(batches) > devices:
             raise RequestError(
-                f"--batches gives {len(batches)} batches for {_count(devices, 'device')}.",
+                f"--batches gives {len(batches)} batches for {count_nouns(devices, 'device')}.",
                 "Give at most one for each device, or more --devices.",
             )
         positions = range(len(batches))
     if len(positions) != len(batches):
         raise RequestError(
-            f"--gpus names {_count(len(positions), 'device')}, and --batches gives {len(batches)}.",
+            f"--gpus names {count_nouns(len(positions), 'device')}, and --batches gives "
+            f"{len(batches)}.",
             "Give one batch for each device.",
         )
     if max(positions) >= devices:
@@ -136,7 +133,7 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
     for rows, batch in zip(micro, batches, strict=False):
         if not 1 <= rows <= batch:
             raise RequestError(
-                f"--micro {rows} isn't a part of {_count(batch, 'row')}.",
+                f"--micro {rows} isn't a part of {count_nouns(batch, 'row')}.",
                 f"Give a number from 1 to {batch}.",
             )
 

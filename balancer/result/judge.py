@@ -702,7 +702,8 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
     if not objective.trades_speed or not own:
         return None
     others = (*report.results, *(ranked.result for ranked in report.ranking))
-    fastest = max((chosen, *others), key=lambda one: one.throughput.value)
+    with_room = [one for one in others if one.layout not in report.nearly_full]
+    fastest = max((chosen, *with_room), key=lambda one: one.throughput.value)
     other = value(fastest)
     is_fastest = fastest.throughput.value <= chosen.throughput.value or not other
     gain = None if is_fastest else own / other - 1

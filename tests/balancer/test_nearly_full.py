@@ -55,9 +55,9 @@ SLOWER = run_in_shards((3, 3), 9.91, is_full=False)
 FASTER = run_in_shards((11, 0), 14.77, is_full=True)
 
 
-def finish(*seen: Timed) -> Finished:
+def finish(*seen: Timed, problem: Problem = PROBLEM) -> Finished:
     """Return the result of a search that measured these steps."""
-    search = Search(PROBLEM, LayoutOptions(shards=True))
+    search = Search(problem, LayoutOptions(shards=True))
     for one in seen:
         search.tell(one)
     report = search.report()
@@ -68,8 +68,8 @@ def finish(*seen: Timed) -> Finished:
     return build_outcome(JournalContents(header, entries, 0), report, SearchEnd(End(Stop.LATE), 60))
 
 
-def find_verdict(*seen: Timed) -> Verdict:
-    found = finish(*seen).found
+def find_verdict(*seen: Timed, problem: Problem = PROBLEM) -> Verdict:
+    found = finish(*seen, problem=problem).found
     assert found is not None
     return found
 
@@ -84,6 +84,16 @@ def test_memory_is_the_reason_and_not_the_size_of_the_batch() -> None:
     assert "14.77 samples/s, 49.0 % more" in remarks
     assert "memory" in remarks
     assert "tolerance" not in remarks
+
+
+def test_samples_per_joule_are_compared_with_a_layout_that_has_room() -> None:
+    """The plan is the fastest of these, so it gives up no speed for its samples per joule."""
+    problem = msgspec.structs.replace(PROBLEM, objective="samples-per-joule")
+    seen = [msgspec.structs.replace(one, watts=(300.0, 200.0)) for one in (SLOWER, FASTER)]
+    found = find_verdict(*seen, problem=problem)
+    assert found.chosen.batches == (3, 3)
+    assert found.objective is not None
+    assert found.objective.gain is None
 
 
 def test_where_every_layout_in_shards_was_nearly_full_the_fastest_is_the_plan() -> None:

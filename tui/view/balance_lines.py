@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.balancer.events import Finished
-from evener.balancer.number_format import duration, percent, rate, relative_error
+from evener.balancer.number_format import count_nouns, duration, percent, rate, relative_error
 from evener.balancer.result.rivals import list_samples
 from evener.balancer.result.sentences import (
     BETWEEN,
@@ -356,8 +356,8 @@ def _progress_lines(state: SessionState, width: int) -> tuple[Line, ...]:
     search = state.finished.plan.search if state.finished is not None else None
     seconds = search.seconds if search is not None else state.at_seconds
     facts = (
-        f"{state.probes} probe{'s' * (state.probes != 1)}, {state.out_of_memory} out of "
-        f"memory, {duration(seconds)}"
+        f"{count_nouns(state.probes, 'probe')}, {state.out_of_memory} out of memory, "
+        f"{duration(seconds)}"
     )
     if search is not None:
         return text_lines(f"{facts}. {search.why_stopped}", width, 2, "dim")

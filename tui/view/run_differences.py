@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from evener.balancer.number_format import duration, percent, rate
+from evener.balancer.number_format import count_nouns, duration, percent, rate
 from evener.balancer.session_state import throughput_interval
 from evener.balancer.statistics import is_known
 from evener.balancer.store.runs import StoredRun
@@ -84,7 +84,7 @@ def _format_precision(plan: Plan) -> str:
 
 
 def _format_effort(plan: Plan) -> str:
-    return f"{plan.search.probes} probes, {duration(plan.search.seconds)}"
+    return f"{count_nouns(plan.search.probes, 'probe')}, {duration(plan.search.seconds)}"
 
 
 def _signed(change: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from evener.balancer.number_format import duration, rate
+from evener.balancer.number_format import count_nouns, duration, rate
 from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.printable import plain
@@ -185,7 +185,8 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     search = plan.search
     facts = f"{plan.framework}, {plan.precision}{', XLA' if plan.xla else ''}"
     effort = (
-        f"{search.probes} probes, {search.out_of_memory} out of memory, {duration(search.seconds)}"
+        f"{count_nouns(search.probes, 'probe')}, {search.out_of_memory} out of memory, "
+        f"{duration(search.seconds)}"
     )
     before = (
         *head,

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.balancer.journal import ObservationEntry
-from evener.balancer.number_format import duration, half_width, percent, rate, size, step_time
+from evener.balancer.number_format import (
+    count_nouns,
+    duration,
+    half_width,
+    percent,
+    rate,
+    size,
+    step_time,
+)
 from evener.balancer.session_state import SessionState
 from evener.balancer.types import Observation, OutOfMemory, Stage, Timed
 from evener.printable import plain
@@ -93,7 +101,7 @@ def _find_news(
         if not smaller:
             return ""
         batch = max(smaller)
-        return f"{_signed(speed / smaller[batch] - 1)} over {batch} rows"
+        return f"{_signed(speed / smaller[batch] - 1)} over {count_nouns(batch, 'row')}"
     if speed > fastest > 0:
         return f"the fastest so far, {_signed(speed / fastest - 1)}"
     return ""
@@ -197,7 +205,7 @@ def _device_line(row: LogRow, device: int) -> Line:
     seen = row.seen
     spans = [
         Span(f"{plain(row.labels[device])}  ", "strong"),
-        Span(f"{share_text(seen.probe.layout, device)} rows"),
+        Span(count_nouns(share_text(seen.probe.layout, device), "row")),
     ]
     if isinstance(seen, Timed):
         own, held = seen.device_seconds[device], seen.memory_bytes[device]

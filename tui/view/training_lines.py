@@ -320,19 +320,18 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
 def _list_excluded_causes(row: TrainingRow) -> str:
     """Say that no cause was found, and what fraction of a step each usual cause takes.
 
-    The fraction is the longest time that a rank spends on it, divided by the longest step.
+    The fraction is that of the rank whose own steps have the largest.
     """
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training doesn't report the parts of its steps."
-    longest = {
-        "input takes at most": max(step.input_s for step in steps),
-        "waiting": max(step.waiting_s for step in steps),
-        "the exchange": max(step.exchange_s for step in steps),
-        "work between steps": max(step.between_s for step in steps),
+    largest = {
+        "input takes at most": max(step.input_s / step.step_s for step in steps),
+        "waiting": max(step.waiting_s / step.step_s for step in steps),
+        "the exchange": max(step.exchange_s / step.step_s for step in steps),
+        "work between steps": max(step.between_s / step.step_s for step in steps),
     }
-    step_s = max(step.step_s for step in steps)
-    parts = join_words([f"{name} {percent(part / step_s)}" for name, part in longest.items()])
+    parts = join_words([f"{name} {percent(part)}" for name, part in largest.items()])
     return (
         f"No cause was found. Of a step, {parts}. Threads wait for cores "
         f"{percent(row.starved)} of the time; no device is throttled, and no other process is "
