@@ -67,7 +67,6 @@ class BuildWatch:
     """
 
     def __init__(self) -> None:
-        has_started_driver()  # a driver's library may open files when it is first called in a fork
         self._threads = _list_threads()
         self._files = _open_files()
         self._asked = ""  # the first thing about the rank that the user's code asked for
@@ -128,7 +127,6 @@ class BuildWatch:
         hangs if the threads of a library are missing there. Its argument is True if files of a
         driver are open; it should then start the driver.
         """
-        after = {*_open_files().values()}
         if has_started_driver():
             return "it starts a device's driver"
         if self._asked:
@@ -137,7 +135,7 @@ class BuildWatch:
             return "it leaves a thread running"
         if _has_children():
             return "it leaves a process running"
-        opened = sorted(after - {*self._files.values()})
+        opened = sorted({*_open_files().values()} - {*self._files.values()})
         of_driver = [name for name in opened if _is_of_driver(name)]
         files = [name for name in opened if name not in of_driver]
         if files:

@@ -9,8 +9,9 @@ import time
 class GcClock:
     """Adds up the time that Python's garbage collector takes in this process.
 
-    A model with adapters and activation checkpointing makes so many Python objects that collections
-    took 6 % of a training's time. Each of the long ones visits all objects of all libraries.
+    Some trainings create so many Python objects in each step that it takes several percent of their
+    time, such as those of adapters with activation checkpointing. A full collection visits every
+    object of the process.
     """
 
     def __init__(self) -> None:

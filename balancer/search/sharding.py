@@ -112,8 +112,9 @@ class RowDemand(msgspec.Struct, frozen=True):
         if rows >= last or len(self.points) == 1:
             return most - self.row_bytes * (last - rows)
         above = max(1, bisect_right(self.points, rows, key=lambda point: point[0]))
-        (few, less), (many, more) = self.points[above - 1 : above + 1]
-        return less + (more - less) / (many - few) * (rows - few)
+        (rows_below, size_below), (rows_above, size_above) = self.points[above - 1 : above + 1]
+        slope = (size_above - size_below) / (rows_above - rows_below)
+        return size_below + slope * (rows - rows_below)
 
     def rows_within(self, size: float) -> float:
         """Return how many rows take this many bytes, as a fractional number."""
@@ -121,8 +122,9 @@ class RowDemand(msgspec.Struct, frozen=True):
         if size >= most or len(self.points) == 1:
             return last + (size - most) / self.row_bytes if self.row_bytes else float(UNBOUNDED)
         above = max(1, bisect_right(self.points, size, key=lambda point: point[1]))
-        (few, less), (many, more) = self.points[above - 1 : above + 1]
-        return few + (many - few) * (size - less) / (more - less) if more > less else float(few)
+        (rows_below, size_below), (rows_above, size_above) = self.points[above - 1 : above + 1]
+        slope = (size_above - size_below) / (rows_above - rows_below)
+        return rows_below + (size - size_below) / slope if slope else float(rows_below)
 
     def rows_in(self, seconds: float) -> float:
         """Return how many rows the device computes in `seconds`, as a fractional number."""

@@ -25,7 +25,6 @@ from evener.balancer.probes.shared_build import BuildChannel
 from evener.balancer.request import Job, Request
 from evener.balancer.types import Layout, Probe, Stage, Timed, solo
 from evener.devices.cpu import slices
-from evener.devices.nvidia.cuda_library import NOT_INITIALIZED
 from evener.workloads.protocol import WorkerSetup
 from tests.support.cores import two_cores
 from tests.support.fake_cuda import make_cuda_library
@@ -150,34 +149,6 @@ def test_what_a_fork_does_not_survive_is_found(tmp_path: Path) -> None:
         if LEFT[line] not in why or bool(why) != bool(LEFT[line])
     }
     assert not wrong
-
-
-IN_A_FORK = """
-import ctypes, os, sys
-from evener.balancer.probes.forkable import BuildWatch
-
-ctypes.CDLL(sys.argv[1])
-if not os.fork():
-    watch = BuildWatch()
-    print(repr(watch.find_obstacle()), flush=True)
-    os._exit(0)
-os.wait()
-"""
-
-
-def test_files_that_a_driver_s_library_opens_when_it_is_asked_are_no_obstacle(
-    tmp_path: Path,
-) -> None:
-    """CUDA's library opens pipes in a forked process once it is called, and so does the check."""
-    library = make_cuda_library(tmp_path, NOT_INITIALIZED, opens_pipe=True)
-    ran = subprocess.run(
-        [sys.executable, "-c", IN_A_FORK, str(library)],
-        env={**os.environ, "PYTHONPATH": python_path()},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ast.literal_eval(ran.stdout) == ""
 
 
 COUNTS_GPUS = """

@@ -12,6 +12,7 @@ from evener.balancer.events import Event, Observed, Started
 from evener.balancer.jobs import SIMULATED
 from evener.balancer.number_format import (
     STATE_ONLY,
+    count_nouns,
     count_samples,
     duration,
     group_digits,
@@ -90,8 +91,7 @@ def list_doubts(measurement: Timed) -> list[str]:
 def event_line(event: Event, labels: Sequence[str]) -> str | None:
     """Return the line that a command prints for an event, or None if it prints none."""
     if isinstance(event, Started):
-        several = "s" if event.replayed > 1 else ""
-        kept = f", {event.replayed} measurement{several} kept" if event.replayed else ""
+        kept = f", {count_nouns(event.replayed, 'measurement')} kept" if event.replayed else ""
         return f"run {event.run}: {event.workload} on {', '.join(event.devices)}{kept}"
     if isinstance(event, Observed):
         return f"{duration(event.at_seconds):>10}  {_brief_text(event.seen, labels)}"
@@ -599,7 +599,7 @@ def _noise_sentences(training: RecordedTraining) -> Iterator[str]:
 def _start_text(start: StartEntry) -> str:
     shares = "+".join(map(str, start.shares))
     began = "started again" if start.reason else "started"
-    words = f"{began}: {shares} row{'s' * (shares != '1')} on {', '.join(start.devices)}"
+    words = f"{began}: {count_nouns(shares, 'row')} on {', '.join(start.devices)}"
     promise = start.plan_samples_per_second
     words += f"; the plan says {rate(promise)} samples/s" if promise else ""
     return f"{words} ({start.reason})" if start.reason else words

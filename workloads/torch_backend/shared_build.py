@@ -28,8 +28,8 @@ ASKS_RANK = ("get_rank", "get_world_size", "is_initialized")
 def ask_driver() -> None:
     """Ask for the number of GPUs, without initializing CUDA.
 
-    The driver's libraries open files when they are first called in a forked process. Once they are
-    open, files that a build opens can be told from them.
+    Call it before a build. PyTorch asks the driver's management library, which opens files when it
+    is first asked in a forked process. They would be mistaken for files that the build left open.
     """
     torch.cuda.device_count()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -708,31 +709,43 @@ SLOW_STARTS = (
 )
 
 
-def probe_next(count: int, budget: float) -> tuple[Probe, ...]:
-    """Return the next probes after the first `count` of these measurements, with a budget in s."""
-    problem = Problem(
+def measure_parts(
+    measured: Sequence[tuple[int, int, int, int, float]], start: float, seconds: float
+) -> list[Timed]:
+    """Return these measurements of single cards.
+
+    Each takes some seconds, and the first of a card `start` seconds more.
+    """
+    return [
+        msgspec.structs.replace(
+            part_ran(position, rows, used / GIB, turn),
+            step_seconds=step,
+            low_seconds=step,
+            high_seconds=step,
+            first_step_seconds=step,
+            elapsed_seconds=seconds + start * (turn == 0),
+            start_seconds=start * (turn == 0),
+        )
+        for position, rows, used, turn, step in measured
+    ]
+
+
+def make_problem(state: int, gathered: int, budget: float) -> Problem:
+    """Return the problem of a model in 4 bits on cards of 5 and 3 GiB, with a budget in s."""
+    return Problem(
         2,
         (5 * GIB, 3 * GIB),
-        state=ModelState(3_947_372_544, 1_295_866_752),
+        state=ModelState(state, gathered),
         shards=True,
         max_global_batch=64,
         budget_seconds=budget,
     )
-    seen = []
-    for position, rows, used, turn, step in SLOW_STARTS[:count]:
-        start = 0.0 if turn else 18.0
-        seen.append(
-            msgspec.structs.replace(
-                part_ran(position, rows, used / GIB, turn),
-                step_seconds=step,
-                low_seconds=step,
-                high_seconds=step,
-                first_step_seconds=step,
-                elapsed_seconds=4.0 + start,
-                start_seconds=start,
-            )
-        )
-    return Sharding(problem, seen).next_probes()
+
+
+def probe_next(count: int, budget: float) -> tuple[Probe, ...]:
+    """Return the next probes after the first `count` of these measurements, with a budget in s."""
+    problem = make_problem(3_947_372_544, 1_295_866_752, budget)
+    return Sharding(problem, measure_parts(SLOW_STARTS[:count], 18.0, 4.0)).next_probes()
 
 
 # the same model on a host whose processes start in 6 s; steps wait for the host
@@ -747,28 +760,8 @@ SLOW_HOST = (
 
 def test_far_more_rows_on_one_card_are_measured_alone_before_a_step_over_both() -> None:
     """13 + 0 rows, predicted to be 0.5 % faster than 5 + 7, ran out of memory on GPUs."""
-    seen = []
-    for position, rows, used, turn, step in SLOW_HOST:
-        start = 0.0 if turn else 6.0
-        seen.append(
-            msgspec.structs.replace(
-                part_ran(position, rows, used / GIB, turn),
-                step_seconds=step,
-                low_seconds=step,
-                high_seconds=step,
-                first_step_seconds=step,
-                elapsed_seconds=5.0 + start,
-                start_seconds=start,
-            )
-        )
-    problem = Problem(
-        2,
-        (5 * GIB, 3 * GIB),
-        state=ModelState(4_014_481_408, 1_306_385_280),
-        shards=True,
-        max_global_batch=64,
-        budget_seconds=83.0,
-    )
+    problem = make_problem(4_014_481_408, 1_306_385_280, 83.0)
+    seen = measure_parts(SLOW_HOST, 6.0, 5.0)
     for probe in Sharding(problem, seen).next_probes():
         assert probe.stage == Stage.PART or all(probe.layout.shares)
 
